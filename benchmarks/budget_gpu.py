@@ -24,7 +24,7 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.tables import TensorTable
 
 CONVS: dict[str, Callable[[int, int], torch.nn.Module]] = {

@@ -28,7 +28,7 @@ from torch.autograd import DeviceType
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 
 CASES = {"evaluation longer": 1 / 3, "even": 1.0, "training longer": 3.0}
 BEGIN = 3

@@ -26,7 +26,7 @@ import torch_geometric.nn as pyg
 from svg_file import svg_file
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 
 NUM_NODES, NUM_EDGES, NUM_FEATURES, CLASSES, COMMUNITIES = 2_449_029, 123_718_280, 100, 47, 160
 HEADS, HIDDEN, LAYERS = 4, 128, 3

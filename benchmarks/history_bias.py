@@ -24,8 +24,9 @@ import hopline as hl
 from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.methods.historical.work import HistoricalWork
-from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
+from hopline.methods.partitioned.sweep import Sweep
 from hopline.nn import GNN
+from tests.support.helpers import own_task
 
 METHODS: dict[str, dict[str, Any]] = {
     "Cluster-GCN": {"halo": "drop"},
@@ -43,14 +44,14 @@ def work_of(data: hl.Dataset, seed: int, partition: Any, settings: dict[str, Any
     model = GNN([GCNConv(data.num_features, 16), GCNConv(16, 16), GCNConv(16, data.num_classes)])
     method = hl.Historical(num_parts=8, parts_per_batch=1, partition=partition, groups="fixed", **settings)
     everything = torch.arange(data.num_nodes)
-    job = Job(data=data, model=model, module=model, train_ids=everything, train_step=mean_loss, seed=seed)
+    job = Job(data=data, model=model, module=model, train_ids=everything, task=own_task(mean_loss), seed=seed)
     return method.bind(job)
 
 
 def exact_twin(work: HistoricalWork) -> HistoricalWork:
     """The same parts with all their edges and tables of its own: what a work is compared with."""
     method = replace(work.method, halo="history", compensate=False)
-    return HistoricalWork(work.job, work.model, method, work.partition)
+    return HistoricalWork(work.job, work.model, method, work.partitioned.partition)
 
 
 def gradient_of(model: nn.Module, compute: Callable[[], object]) -> torch.Tensor:
@@ -66,23 +67,23 @@ def measure_bias(work: HistoricalWork) -> float:
     """Error of the gradient of an epoch's batches at the current weights, relative to the exact gradient."""
 
     def by_batches() -> None:
-        for group in work.parts.own_groups:
+        for group in work.partitioned.parts.own_groups:
             work.unit(work.batch(group, None)).forward_backward(1)
 
-    exact = exact_twin(work)
-    forward_sweep(exact)
-    ours, theirs = (gradient_of(work.model, compute) for compute in (by_batches, lambda: backward_sweep(exact)))
+    exact = Sweep(exact_twin(work).partitioned)
+    exact.forward()
+    ours, theirs = (gradient_of(work.model, compute) for compute in (by_batches, exact.backward))
     return float((ours - theirs).norm() / theirs.norm())
 
 
 def age(work: HistoricalWork, steps: int) -> None:
     """Move the weights by exact full-batch steps; the tables stay as they are."""
     optimizer = torch.optim.Adam(work.model.parameters(), lr=0.01)
-    shadow = exact_twin(work)
+    shadow = Sweep(exact_twin(work).partitioned)
     for _ in range(steps):
         optimizer.zero_grad()
-        forward_sweep(shadow)
-        backward_sweep(shadow)
+        shadow.forward()
+        shadow.backward()
         for p in work.model.parameters():
             assert p.grad is not None
             p.grad /= work.job.train_ids.numel()

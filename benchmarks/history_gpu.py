@@ -25,7 +25,7 @@ import torch_geometric.nn as pyg
 
 import hopline as hl
 from hopline.core.batch import Batch, Block, Part
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 
 NUM_NODES, NUM_EDGES, NUM_PARTS, NUM_FEATURES, HIDDEN, LAYERS = 2_449_029, 123_718_280, 40, 100, 256, 4
 WAYS = {

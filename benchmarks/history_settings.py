@@ -21,7 +21,7 @@ import torch
 from torch_geometric.nn import GCNConv
 
 import hopline as hl
-from hopline.training.watch_staleness import HistoryState, WatchHistory
+from hopline.training.report_callbacks import HistoryState, WatchHistory
 
 WHOLE: dict[str, Any] = {"num_parts": 1, "parts_per_batch": 1, "partition": "range"}
 """One part is the full batch: it has no neighbours outside."""

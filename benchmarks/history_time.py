@@ -147,7 +147,7 @@ ONE_PART: dict[str, Any] = {"num_parts": 1, "parts_per_batch": 1, "partition": "
 def groups_of(data: hl.Dataset, case: Case, epoch: int) -> list[Tensor]:
     work: Any = trainer_of(data, case, 0.0, 1).work
     assert isinstance(work, HistoricalWork)
-    return [work.parts.nodes_of(group) for group in work.parts.groups_of(epoch)]
+    return [work.partitioned.parts.nodes_of(group) for group in work.groups.groups_of(epoch)]
 
 
 def turns(data: hl.Dataset, case: Case, dropout: float) -> dict[str, Callable[[int], tuple[list[float], float]]]:

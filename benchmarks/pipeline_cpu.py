@@ -19,7 +19,7 @@ import torch
 from torch_geometric.nn import GATConv, SAGEConv
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.work import SampledWork
 from hopline.report.bottleneck import Explanation

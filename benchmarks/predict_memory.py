@@ -31,7 +31,7 @@ import torch
 from torch_geometric.nn import GATConv, GCNConv, GINConv, SAGEConv
 
 from hopline import ops
-from hopline.budget.micro_batches import MicroBatch, split_to_fit
+from hopline.budget.micro_batches import MicroBatch, groups_to_fit, micro_batch_of
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
@@ -161,11 +161,15 @@ def show_splits(name: str, data: Dataset) -> None:
     columns = ("share", "pieces", "rows", "peak", "split", "steps")
     print(*[f"{column:>8}" for column in columns])
     for share in (0.8, 0.6, 0.4, 0.2):
-        args = (batch, predictor.predict_peak, share * peak, predictor.costs)
-        pieces = split_to_fit(*args)
+
+        def split(limit: float = share * peak) -> list[MicroBatch]:
+            groups = groups_to_fit(batch, predictor.predict_peak, limit, predictor.costs)
+            return [micro_batch_of(batch, group) for group in groups]
+
+        pieces = split()
         batches = [piece.batch() for piece in pieces]
         worst = max(measured(model, b) for b in batches) / (share * peak)
-        times = [timed(lambda: split_to_fit(*args)), timed(lambda: [step(model, b) for b in batches])]  # noqa: B023
+        times = [timed(split), timed(lambda: [step(model, b) for b in batches])]  # noqa: B023
         numbers = (redundancy(pieces, batch), worst, *[t / alone for t in times])
         print(f"{share:8} {len(pieces):8}", *[f"{number:8.2f}" for number in numbers])
 

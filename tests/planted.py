@@ -143,7 +143,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/cpu/sampling.py",
         old="np.uint64(slots[i])",
         new="np.uint64(i)",
-        tests=("tests/ops/cpu/test_tree.py",),
+        tests=("tests/ops/cpu/test_sampling.py",),
     ),
     Fault(
         name="only neighbour of a node is lost",
@@ -159,7 +159,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/cpu/cut_batches.py",
         old="marks[:] = 0",
         new="marks[: num_nodes[-1]] = 0",
-        tests=("tests/ops/cpu/test_pieces.py",),
+        tests=("tests/ops/cpu/test_cut_batches.py",),
     ),
     Fault(
         name="last edge that fits is left out",
@@ -167,7 +167,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/cpu/cut_batches.py",
         old="if edge_entry[e] <= last:",
         new="if edge_entry[e] < last:",
-        tests=("tests/ops/cpu/test_prune.py",),
+        tests=("tests/ops/cpu/test_cut_batches.py",),
     ),
     Fault(
         name="last member of a class is never a source",
@@ -232,7 +232,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/gpu/tree.py",
         old='mask=mask & (child < count)[:, None], other=float("nan")',
         new="mask=mask & (child < count)[:, None], other=0.0",
-        tests=("tests/ops/gpu/test_tree_reduce.py",),
+        tests=("tests/ops/gpu/test_tree.py",),
     ),
     Fault(
         name="bias gradient of many rows loses some of each range",
@@ -256,7 +256,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/gpu/attention.py",
         old="total = total * shrink[:, None] +",
         new="total = total +",
-        tests=("tests/ops/gpu/test_attention_kernels.py", "tests/ops/gpu/test_attention.py"),
+        tests=("tests/ops/gpu/test_attention.py",),
     ),
     Fault(
         name="decoupled weight decay has the wrong sign",
@@ -264,7 +264,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/gpu/loss_and_adam.py",
         old="p = p * (1 - rate * decay)",
         new="p = p * (1 + rate * decay)",
-        tests=("tests/ops/gpu/test_adam.py",),
+        tests=("tests/ops/gpu/test_loss_and_adam.py",),
     ),
     Fault(
         name="second block of columns repeats the draws of the first",
@@ -272,7 +272,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/gpu/reduce.py",
         old="(draw + 1).to(tl.uint64)",
         new="(draw % DRAWS + 1).to(tl.uint64)",
-        tests=("tests/ops/gpu/test_dropout.py",),
+        tests=("tests/ops/gpu/test_reduce.py",),
     ),
     Fault(
         name="classes beyond the last have a score of zero",
@@ -280,7 +280,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/gpu/loss_and_adam.py",
         old="other=-1e30",
         new="other=0.0",
-        tests=("tests/ops/gpu/test_loss.py",),
+        tests=("tests/ops/gpu/test_loss_and_adam.py",),
     ),
     Fault(
         name="id map keeps the stamps of the batch before",
@@ -288,7 +288,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/gpu/sampling.py",
         old="self._step += 1",
         new="self._step += 0",
-        tests=("tests/ops/gpu/test_map.py",),
+        tests=("tests/ops/gpu/test_sampling.py",),
     ),
     Fault(
         name="row is claimed twice in one window",
@@ -296,7 +296,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/gpu/tiers.py",
         old="is_new = is_cold & (last_window != window)",
         new="is_new = is_cold",
-        tests=("tests/ops/gpu/test_stage.py",),
+        tests=("tests/ops/gpu/test_tiers.py",),
     ),
     Fault(
         name="reader beside training takes staged rows",
@@ -345,7 +345,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/tables/ram_cache.py",
         old="self.hot[slot[is_hit]] = rows[is_hit].to(self.dtype)",
         new="self.hot[slot[is_hit]] = self.hot[slot[is_hit]]",
-        tests=("tests/tables/test_ram_cache.py",),
+        tests=("tests/equivalence/test_2_tables.py",),
     ),
     Fault(
         name="a loader does not follow its sampler",
@@ -538,11 +538,11 @@ FAULTS: tuple[Fault, ...] = (
         name="gradients are combined after they are clipped",
         area="ranks",
         file="src/hopline/training/trainer.py",
-        old="""                self._exchange(self.gradients.combine)
+        old="""            self._exchange(self.gradients.combine)
             self.update()
 """,
-        new="""                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm or 1e9)
-                self._exchange(self.gradients.combine)
+        new="""            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip_norm or 1e9)
+            self._exchange(self.gradients.combine)
             self.update()
 """,
         tests=("tests/training/test_gradients.py",),

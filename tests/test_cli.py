@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +151,7 @@ def test_a_budget_that_is_too_small_is_refused_with_one_that_is_not(graph: Path,
     out = tmp_path / "run"
     status, _, err = command("train", graph, *overrides(out=out, budget="1KiB", **{"budget.over_budget": "refuse"}))
     assert status == 2
-    assert "Sampled does not fit 1 KiB on the host: it needs at least budget=" in err
+    assert "does not fit 1 KiB on the host" in err
     assert not out.exists()
     status, _, err = command("plan", graph, *overrides(budget="1KiB"))
     assert (status, err.count("\n")) == (2, 1)
@@ -315,22 +314,16 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
         (("train", "--epochs"), ["No such option: --epochs"]),
         (("train", "demo", "epoch=3"), ["Unknown key 'epoch'", "Did you mean 'epochs'?"]),
         (("train", "demo", "fanouts=3,3"), ["Did you mean 'method.fanouts'?"]),
-        (("train", "demo", "epochs"), ["Cannot read 'epochs': write key=value"]),
         (("train", "demo", "epochs=many"), ["epochs=many is not valid: expected an integer"]),
-        (("train", "demo", "epochs=0"), ["epochs must be at least 1"]),
-        (("train", "demo", "split=0.6,0.6"), ["split=0.6,0.6 is not valid: expected an integer or 3 numbers"]),
         (("train", "demo", "model=gat", "model.heads=8"), ["Unknown key 'model.heads'", "it is model.conv.heads"]),
         (("train", "demo", "split=0.6"), ["split=0.6 is not valid: expected an integer or 3 numbers"]),
         (("train", "demo", "split=0.6,0.4,0.2"), ["are 0.6,0.4,0.2, more than 1 together"]),
-        (("train", "demo", "split=0,0.4,0.2"), ["leaves no training nodes"]),
         (("train", "demo", "split=-1"), ["split must be at least 0, not -1: set split=0", "split=0.6,0.2,0.2"]),
-        (("train", "demo", "split=1"), ["has no split 1"]),
         (("train", "demo", "evaluate=later"), ["evaluate=later is not valid: expected 'blocking' or 'async'"]),
         (
             ("train", "demo", "budget=1GiB", "budget.over_budget=cut_by_dgree"),
             ["budget.over_budget=cut_by_dgree is not valid", "Did you mean 'cut_by_degree'?"],
         ),
-        (("convert", "demo", "out", "split=2,0,0"), ["more than 1 together"]),
         (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),
         (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),
         (("train", "demo", "method=sample"), ["method=sample is not valid"]),
@@ -338,24 +331,20 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
         (("train", "demo", "method=Cluster-GCN"), ["Cluster-GCN is method=historical method.halo=drop"]),
         (("train", "demo", "method=GAS"), ["GAS is method=historical."]),
         (("train", "demmo"), ["no dataset 'demmo'", "Did you mean 'demo'?"]),
-        (("train", "cora", "data=prodcts"), ["no dataset 'prodcts'", "Did you mean 'products'?"]),
         (("train", "no/such/folder"), ["no dataset folder no/such/folder"]),
         (("train", "missing.npz"), ["no file missing.npz"]),
-        (("train", "demo", "weights=none.pt"), ["there are no weights at none.pt: check the path"]),
         (("infer",), ["Missing argument 'RUN'"]),
         (("infer", "no/run"), ["no/run is not a run folder"]),
         (("infer", "no/run", "write=some"), ["write=some is not valid: expected 'classes' or 'probabilities'"]),
         (("report", "no/run"), ["no/run is not a run folder"]),
         (("verify", "no/folder"), ["no dataset folder no/folder"]),
         (("convert", "edges.csv"), ["say where to write the dataset: hopline convert edges.csv FOLDER"]),
-        (("convert", "edges.csv", "symmetrize=true"), ["say where to write the dataset"]),
         (("convert", "no_edges.csv", "out"), ["no_edges.csv"]),
         (("partition", "demo", "shards=2"), ["say where to write the shards: hopline partition demo FOLDER"]),
         (("partition", "demo", "out"), ["say how many shards", "hopline partition demo out shards=4"]),
         (("partition", "demo", "out", "--shard", "2"), ["Did you mean 'shards'?"]),
         (("partition", "demo", "out", "--shards"), ["shards= is not valid"]),
         (("partition", "demo", "out", "shards=2", "how=meits"), ["how=meits is not valid", "metis"]),
-        (("partition", "no/folder", "out", "shards=2"), ["no dataset folder no/folder"]),
         (("datasets", "data_root=x"), ["takes no settings, and was given data_root=x", "HOPLINE_DATA"]),
     ],
     ids=" ".join,
@@ -368,46 +357,7 @@ def test_what_is_mistyped_or_missing_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
-def _truncate(folder: Path) -> None:
-    os.truncate(folder / "indices.npy", 1000)
-
-
-def _remove(folder: Path) -> None:
-    (folder / "y.npy").unlink()
-
-
-def _spoil_manifest(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
-
-
-def _spoil_header(folder: Path) -> None:
-    with (folder / "indptr.npy").open("r+b") as file:
-        file.write(b"garbage")
-
-
-@pytest.mark.parametrize(
-    ("damage", "name"),
-    [
-        (_truncate, "indices.npy"),
-        (_remove, "y.npy is missing"),
-        (_spoil_manifest, "manifest.json"),
-        (_spoil_header, "indptr.npy is damaged"),
-    ],
-)
-def test_a_damaged_file_is_named(graph: Path, damage: Callable[[Path], None], name: str):
-    damage(graph)
-    for verb in ("train", "verify"):
-        assert_refused(command(verb, graph), name)
-
-
-def test_a_file_that_is_no_npz_is_named(tmp_path: Path):
-    (tmp_path / "graph.npz").write_bytes(b"PK not really")
-    assert_refused(command("train", tmp_path / "graph.npz"), "graph.npz is damaged or not an .npz")
-
-
 def test_features_that_are_not_numbers_are_named(graph: Path, tmp_path: Path):
-    np.savez(tmp_path / "nan.npz", edge_index=np.array([[0], [1]]), x=np.array([[1.0], [np.nan]]), y=np.array([0, 1]))
-    assert_refused(command("convert", tmp_path / "nan.npz", tmp_path / "out"), "nan in row 1, column 0", "nan_to_num")
     alter_array(graph, "table.x", (slice(None), 2), np.nan)
     assert_refused(command("verify", graph), "table.x.npy is damaged")
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
@@ -420,36 +370,14 @@ def test_a_label_out_of_range_is_named(graph: Path, tmp_path: Path, split: str, 
     node = int(small().splits[split][5])
     alter_array(graph, "y", node, label)
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
-    assert_refused(outcome, f"node {node} of split '{split}' has label {label}, but classes go from 0 to 3")
-
-
-def test_a_label_out_of_range_is_named_by_convert(tmp_path: Path):
-    np.savez(tmp_path / "graph.npz", edge_index=np.array([[0], [1]]), x=np.eye(2), y=np.array([0, -7]))
-    assert_refused(command("convert", tmp_path / "graph.npz", tmp_path / "out"), "label -7 at node 1")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("index", [10**6, -3])
-def test_an_edge_index_out_of_range_is_named(graph: Path, tmp_path: Path, index: int):
-    alter_array(graph, "indices", slice(None), index)
-    outcome = command("train", graph, *overrides(out=tmp_path / "run"))
-    assert_refused(outcome, "an edge index is out of range: check the dataset by `hopline verify FOLDER`")
-
-
-def test_an_edge_index_out_of_range_is_named_by_convert(tmp_path: Path):
-    (tmp_path / "edges.csv").write_text("src,dst\n0,1\n1,7\n")
-    assert_refused(command("convert", tmp_path / "edges.csv", tmp_path / "out", "num_nodes=3"), "7")
-    assert not (tmp_path / "out").exists()
+    assert_refused(
+        outcome, f"node {node} of split '{split}' has label {label}, and a label must be", "a class from 0 to 3"
+    )
 
 
 def test_a_split_out_of_range_is_named(graph: Path, tmp_path: Path):
     alter_array(graph, "split.0.valid", 0, 4000)
     assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "Split 'valid' holds 4000")
-
-
-def test_fanouts_that_do_not_match_the_layers_are_refused(graph: Path, tmp_path: Path):
-    outcome = command("train", graph, *overrides(out=tmp_path / "run", **{"method.fanouts": "4,3,2"}))
-    assert_refused(outcome, "the model has 2 layers and fanouts=(4, 3, 2) names 3", "fanouts=10,10")
 
 
 @pytest.mark.parametrize("how", ["missing", "empty"])
@@ -461,23 +389,6 @@ def test_a_dataset_without_seeds_is_refused(tmp_path: Path, how: str):
     for arguments in (("train", *overrides()), ("plan", *overrides()), ("train", "method=auto")):
         outcome = command(arguments[0], tmp_path / "graph", *arguments[1:], f"out={tmp_path / 'run'}")
         assert_refused(outcome, "no training nodes: draw some with split=0.6,0.2,0.2")
-
-
-@pytest.mark.parametrize("place", ["file/run", "file"])
-def test_a_run_folder_that_cannot_be_written_is_named(graph: Path, tmp_path: Path, place: str):
-    (tmp_path / "file").write_text("not a folder")
-    outcome = command("train", graph, *overrides(out=tmp_path / place))
-    assert_refused(outcome, f"Cannot write {tmp_path / place}", "is a file", "choose another folder with out=")
-
-
-def test_a_dataset_folder_that_cannot_be_written_is_named(graph: Path, tmp_path: Path):
-    (tmp_path / "file").write_text("not a folder")
-    assert_refused(command("convert", graph, tmp_path / "file" / "out"), str(tmp_path / "file"))
-
-
-def test_a_folder_that_holds_a_run_is_refused(graph: Path, tmp_path: Path):
-    assert command("train", graph, *overrides(out=tmp_path / "run")).status == 0
-    assert_refused(command("train", graph, *overrides(out=tmp_path / "run")), "already holds a run")
 
 
 def test_a_full_disk_while_predicting_is_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -507,17 +418,6 @@ def test_a_full_disk_while_training_is_named(graph: Path, tmp_path: Path, monkey
     assert_refused(outcome, "metrics.jsonl: No space left on device", "the free space")
 
 
-def test_a_full_disk_while_converting_is_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from hopline.data.writer import FolderWriter
-
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(FolderWriter, "append", full)
-    assert_refused(command("convert", graph, tmp_path / "out"), "No space left on device")
-    assert not (tmp_path / "out").exists()
-
-
 def test_an_error_of_the_library_itself_has_another_status(monkeypatch: pytest.MonkeyPatch):
     def broken(config: run.RunConfig) -> hl.Run:
         raise ZeroDivisionError("ours")
@@ -535,12 +435,6 @@ def test_an_interruption_has_its_own_status(monkeypatch: pytest.MonkeyPatch):
     status, _, err = command("train")
     assert status == 130
     assert err == "interrupted\n"
-
-
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys, "argv", ["hopline", "train", "demo", "epoch=3", "--debug"])
-    with pytest.raises(ValueError, match="Unknown key 'epoch'"):
-        cli.main()
 
 
 # ---- as a process

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from hopline.contract import Unit
 from hopline.core.batch import Batch
-from hopline.units.losses import supervised_loss
-from tests.support.helpers import randint, randn
+from hopline.tasks.kinds import LabelKind
+from tests.support.helpers import randint, randn, usual_task
 
 
 class Scores(nn.Module):
@@ -23,9 +23,9 @@ class Scores(nn.Module):
         return self.scores
 
 
-def loss_of(task: str, scores: Tensor, y: Tensor, num_classes: int) -> Tensor:
+def loss_of(task: LabelKind, scores: Tensor, y: Tensor, num_classes: int) -> Tensor:
     batch: Any = Batch(torch.arange(y.size(0)), (), None, y)
-    return supervised_loss(task, num_classes)(Scores(scores), batch)
+    return usual_task(num_classes, task).loss(Scores(scores), batch)
 
 
 def test_each_task_has_its_loss():

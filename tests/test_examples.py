@@ -148,7 +148,7 @@ def test_own_conv_reads_blocks_and_equals_itself_on_the_whole_graph(graph: str, 
         def on_block(self, x: Tensor, block: hl.extend.Block) -> Tensor:
             return self.forward(x, block.edge_index)[: block.num_dst]
 
-    with pytest.raises(ValueError, match=r"Wrong.on_block does not put out at a node what Wrong.forward puts out"):
+    with pytest.raises(ValueError, match=r"Wrong\.on_block .*Wrong\.forward"):
         hl.infer.exact(hl.nn.GNN([Wrong()]), data)
 
 

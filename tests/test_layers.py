@@ -12,6 +12,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "hopline"
 ROWS = (
     "ops | util | metrics",
     "device core",
+    "tasks",
     "distributed pipeline tables report nn data",
     "contract units | layerwise",
     "budget",
@@ -37,7 +38,7 @@ def folder_of(path: Path) -> str:
 
 
 def file_of(name: str) -> Path | None:
-    """The file of `hopline.a.b`, where b may be a name in the module a."""
+    """The file of a dotted name, whose last part may be a name in the module before it."""
     path = SOURCE.joinpath(*name.split(".")[1:])
     if path.with_suffix(".py").exists():
         return path.with_suffix(".py")

@@ -23,7 +23,7 @@ from hopline.nn import GNN
 from hopline.nn.conv_adapter import convolve
 from hopline.tables import SparseTable
 from tests.shards.cases import SUITE
-from tests.support.helpers import batch_of, dataset_of, generator, randn, random_graph
+from tests.support.helpers import batch_of, dataset_of, generator, own_task, randn, random_graph
 
 METHODS: dict[str, Method] = {
     "historical": hl.Historical(num_parts=2, parts_per_batch=1, partition="range"),
@@ -85,7 +85,9 @@ def test_no_method_adds_up_in_any_order(name: str, method: Method) -> None:
     data = dataset_of(graph, randn(50, 6).float())
     torch.manual_seed(0)
     model = GNN([SUITE[name](6, 6).float(), SUITE[name](6, 6).float()], encoder=nn.Linear(6, 6))
-    job = Job(data=data, model=model, module=model, train_ids=torch.arange(50), train_step=summed, say=lambda _: None)
+    job = Job(
+        data=data, model=model, module=model, train_ids=torch.arange(50), task=own_task(summed), say=lambda _: None
+    )
     with UnorderedSums() as watch:
         for unit in method.bind(job).units(1):
             unit.forward_backward(unit.size)

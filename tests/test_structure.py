@@ -1,8 +1,10 @@
-"""Rules of the code: no import cycle, libraries where they belong, no writes into others' objects."""
+"""Rules of the code: no import cycle, libraries where they belong, no writes into others' objects, names that exist."""
 
 from __future__ import annotations
 
 import ast
+import pkgutil
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "hopline"
+TESTS = Path(__file__).resolve().parent
 PATHS = {
     ".".join(("hopline", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(SOURCE.rglob("*.py"))
@@ -137,3 +140,49 @@ def test_nobody_writes_into_an_object_of_others():
 
     assert not wrong, "\n".join(wrong)
     assert excused == set(WRITES_INTO_OTHERS), "take out of WRITES_INTO_OTHERS what writes nothing any more"
+
+
+def test_no_graph_is_copied_field_by_field():
+    """A call `Graph(graph.indptr, ...)` would drop the fields that it does not name. `with_arrays` has them all."""
+    places = [
+        f"{path.relative_to(SOURCE)}:{node.lineno}"
+        for path in PATHS.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Graph"
+        if re.search(r"graph\.(indptr|indices|edge)\b", ast.unparse(node))
+    ]
+    assert places == []
+
+
+NAME = re.compile(r"\bhopline(?:\.[A-Za-z_]\w*)+")
+IMPORT = re.compile(r"\bfrom (hopline[\w.]*) import ((?:\w+(?:, )?)+)")
+
+
+def names_in(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (line, dotted name) of what a file imports from hopline, or names in a text."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0 and str(node.module).split(".")[0] == "hopline":
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from ((node.lineno, name) for name in NAME.findall(node.value))
+            for module, names in IMPORT.findall(node.value):
+                yield from ((node.lineno, f"{module}.{name}") for name in names.removesuffix(", ").split(", "))
+
+
+def exists(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (AttributeError, ModuleNotFoundError):
+        return False
+    return True
+
+
+def test_every_name_of_hopline_in_a_test_exists():
+    """Tests that only run on a GPU or in an environment of their own would show a stale name there alone."""
+    stale = []
+    for path in sorted(TESTS.rglob("*.py")):
+        for line, name in names_in(path):
+            if not exists(name):
+                stale.append(f"{path.relative_to(TESTS)}:{line}: {name}")
+
+    assert not stale, "\n".join(stale)

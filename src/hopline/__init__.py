@@ -26,19 +26,16 @@ if TYPE_CHECKING:  # type checkers and editors need real imports; at run time `_
     from hopline.budget.plan import Budget
     from hopline.core.batch import Batch
     from hopline.core.graph import Graph
-    from hopline.data import (
-        Columns,
-        Dataset,
-        from_csv,
-        from_edges,
-        from_npz,
-        from_pyg,
-        from_scipy,
-        random_split,
-        verify,
-    )
-    from hopline.data import open_dataset as open
+    from hopline.data.convert import from_edges
+    from hopline.data.dataset import Dataset
+    from hopline.data.formats.csv_parquet import from_csv
+    from hopline.data.formats.npz import from_npz
+    from hopline.data.formats.pyg import from_pyg, from_scipy
+    from hopline.data.options import Columns
     from hopline.data.placement_settings import Placement
+    from hopline.data.registry import open_dataset as open
+    from hopline.data.splits import random_split
+    from hopline.data.store import verify
     from hopline.distributed.world import World
     from hopline.methods.full_batch.loader import FullBatchLoader
     from hopline.methods.full_batch.settings import FullBatch
@@ -50,6 +47,7 @@ if TYPE_CHECKING:  # type checkers and editors need real imports; at run time `_
     from hopline.methods.sampled.settings import Sampled
     from hopline.run.saved import SavedRun, load
     from hopline.tables import table
+    from hopline.tasks.settings import Classification, Regression
     from hopline.training.callbacks import Callback, EarlyStop, Run
     from hopline.training.settings import Schedule
     from hopline.training.trainer import Trainer
@@ -70,19 +68,16 @@ __getattr__, __dir__ = on_first_use(
         "hopline.budget.plan": ("Budget",),
         "hopline.core.batch": ("Batch",),
         "hopline.core.graph": ("Graph",),
-        "hopline.data": (
-            "Columns",
-            "Dataset",
-            "from_csv",
-            "from_edges",
-            "from_npz",
-            "from_pyg",
-            "from_scipy",
-            "open=open_dataset",
-            "random_split",
-            "verify",
-        ),
+        "hopline.data.convert": ("from_edges",),
+        "hopline.data.dataset": ("Dataset",),
+        "hopline.data.formats.csv_parquet": ("from_csv",),
+        "hopline.data.formats.npz": ("from_npz",),
+        "hopline.data.formats.pyg": ("from_pyg", "from_scipy"),
+        "hopline.data.options": ("Columns",),
         "hopline.data.placement_settings": ("Placement",),
+        "hopline.data.registry": ("open=open_dataset",),
+        "hopline.data.splits": ("random_split",),
+        "hopline.data.store": ("verify",),
         "hopline.distributed.world": ("World",),
         "hopline.methods.full_batch.loader": ("FullBatchLoader",),
         "hopline.methods.full_batch.settings": ("FullBatch",),
@@ -94,6 +89,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.methods.sampled.settings": ("Sampled",),
         "hopline.run.saved": ("SavedRun", "load"),
         "hopline.tables": ("table",),
+        "hopline.tasks.settings": ("Classification", "Regression"),
         "hopline.training.callbacks": ("Callback", "EarlyStop", "Run"),
         "hopline.training.settings": ("Schedule",),
         "hopline.training.trainer": ("Trainer",),
@@ -116,6 +112,7 @@ __all__ = [
     "Batch",
     "Budget",
     "Callback",
+    "Classification",
     "CollectiveLoader",
     "Columns",
     "Dataset",
@@ -128,6 +125,7 @@ __all__ = [
     "Loader",
     "NeighborLoader",
     "Placement",
+    "Regression",
     "Run",
     "Sampled",
     "SavedRun",

@@ -37,9 +37,8 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
     from hopline.distributed.world import World
     from hopline.nn.gnn import GNN
     from hopline.nn.whole_module import Whole
+    from hopline.tasks.task import Task
 
-TrainStep: TypeAlias = "Callable[[nn.Module, Batch], Tensor]"
-"""(model, batch) -> mean loss over the batch's seeds, as a scalar to differentiate."""
 KeepRows: TypeAlias = "Callable[[int, Tensor, Tensor], None]"
 """(layer, node ids, their rows after that layer) -> None. Called once per layer and chunk of nodes."""
 
@@ -66,12 +65,9 @@ class Job:
     module: nn.Module
     """The user's model, as it was given to the Trainer."""
     train_ids: Tensor
-    """[n] int64: nodes to train on."""
-    train_step: TrainStep
-    """Computes the loss of a batch."""
-    usual_loss: bool = False
-    """Whether `train_step` is the usual loss of the task, a mean over the seeds. Only then can the loss of a
-    batch be computed in micro-batches."""
+    """[n] int64: nodes to train on, the examples of the task."""
+    task: Task
+    """What is learnt: it computes the loss of a batch."""
     seed: int = 0
     """Seed of all random draws."""
     device: torch.device = field(default_factory=_cpu)
@@ -82,6 +78,11 @@ class Job:
     say: Callable[[str], None] = print
     """Prints a line for the person who watches the run."""
 
+    def weight_of(self, batch: Batch) -> float:
+        """What a batch counts in a mean over batches: its examples, or the sum of their weights."""
+        weight = self.task.weight(batch.y)
+        return batch.num_seeds if weight is None else weight
+
 
 class Unit(ABC):
     """Work that ends in gradients: a batch, the whole graph part by part, a captured CUDA graph.
@@ -91,6 +92,11 @@ class Unit(ABC):
 
     size: int
     """The number of training examples that the unit covers, on this rank."""
+
+    @property
+    def weight(self) -> float:
+        """What the unit counts in the mean loss of a step: its examples, or the sum of their weights."""
+        return self.size
 
     @property
     def total_size(self) -> float | None:
@@ -106,8 +112,8 @@ class Unit(ABC):
         """Add this unit's share of the gradient of the mean loss over `total` examples.
 
         Returns the loss summed over the unit's examples. total: the examples of the whole step, over all
-        its units and all ranks. The Trainer then sums the gradients over the ranks, or combines them as
-        `Trainer(gradients=)` says.
+        its units and all ranks, or the sum of their weights. The Trainer then sums the gradients over the
+        ranks, or combines them as `Trainer(gradients=)` says.
         """
 
     def commit(self) -> None:  # noqa: B027 - most units have nothing to write

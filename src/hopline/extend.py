@@ -3,6 +3,7 @@
 - Methods. `Method.bind(job)` returns a `Work`, which yields `Unit`s, and `BatchUnit` is the unit of one
   batch. `Method.plan` returns a memory `Plan` from an `Outline` of the run, and `Work.guarded` a work that
   keeps to it.
+- Tasks. `Task` says what is learnt: the loss of a batch, the metric of outputs, and what predictions look like.
 - Tables. A table implements `Table`, and `Rows` is a handle to some of its rows.
 - Convs. A conv gets a `Block`, or its `Part`s, in place of `edge_index`.
 - Layer-wise computation. A `LayerPlan` divides the nodes into `Piece`s. `Layers` computes each layer of a
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from hopline.ops.random import derive_key
     from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
     from hopline.tables.layers import LayerTables
+    from hopline.tasks.task import Task
     from hopline.training.callbacks import EpochEnd, Evaluation, StepEnd
     from hopline.training.settings import TrainSettings
     from hopline.units.batch_unit import BatchUnit
@@ -54,6 +56,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.ops.random": ("derive_key",),
         "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable"),
         "hopline.tables.layers": ("LayerTables",),
+        "hopline.tasks.task": ("Task",),
         "hopline.training.callbacks": ("EpochEnd", "Evaluation", "StepEnd"),
         "hopline.training.settings": ("TrainSettings",),
         "hopline.units.batch_unit": ("BatchUnit",),
@@ -90,6 +93,7 @@ __all__ = [
     "SparseTable",
     "StepEnd",
     "Table",
+    "Task",
     "TensorTable",
     "TieredTable",
     "Timers",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from hopline import contract
 from hopline.budget.guard import BudgetGuard, limit_cuda_memory
 from hopline.budget.plan import Budget, DoesNotFit, Outline, Plan
 from hopline.contract import Job, Method, Unit, Work
-from hopline.data import planted_partition
 from hopline.data.placement_settings import Placement
+from hopline.data.synthetic import planted_partition
 from hopline.device.meter import meter_of
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
@@ -33,10 +34,9 @@ from hopline.nn.whole_module import as_batch_model
 from hopline.training.callbacks import Callback, Run, StepEnd
 from hopline.training.trainer import Trainer
 from hopline.units.batch_unit import BatchUnit
-from hopline.units.losses import supervised_loss
 from hopline.units.measured_unit import MeasuredUnit
 from hopline.util import trace
-from tests.support.helpers import dataset_of, guarded, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, guarded, own_task, randn, random_graph, stack_of, usual_task
 from tests.support.runs import records
 
 DATA = dataset_of(random_graph(1500, 12_000), randn(1500, 6))
@@ -100,12 +100,35 @@ def test_a_disk_budget_leaves_steps_on_the_host_unguarded():
 
 
 def test_a_budget_that_is_too_small_is_refused_with_one_that_suffices():
-    with pytest.raises(ValueError, match=r"Sampled does not fit 1 KiB.*at least budget=.*no other method fits"):
+    with pytest.raises(ValueError, match=r"1 KiB.*budget=.*no other method"):
         trainer_of(METHODS[0], budget="1KiB")
-    with pytest.raises(ValueError, match=r"a budget has no 'divice'.*Did you mean 'device'"):
+    with pytest.raises(ValueError, match=r"'divice'.*'device'"):
         trainer_of(METHODS[0], budget={"divice": "1KiB"})
-    with pytest.raises(ValueError, match=r"with this budget method=\w+ fits"):
+    with pytest.raises(ValueError, match=r"method=\w+ fits"):
         trainer_of(FullBatch(num_shards=2, partition="range"), budget="900KiB")
+
+
+class RecordingModel(GNN):
+    """Keeps the input rows that it was called with, and computes nothing."""
+
+    def forward(self, batch: Any, *edges: Any) -> Any:
+        self.called_with = batch.x
+
+
+def test_before_the_first_step_a_device_gets_the_rows_that_it_cannot_read_itself():
+    # The device "meta" cannot read host memory, as a GPU cannot read what is not pinned.
+    device = torch.device("meta")
+    model = RecordingModel(stack_of("sage-mean", 6, 32, 3)).double()
+    step = usual_task(3).loss
+    ids = DATA.splits["train"]
+    job = Job(data=DATA, model=model, module=model, train_ids=ids, task=own_task(step))
+    method = Sampled(fanouts=(5, 5), batch_size=300)
+
+    work = method.bind(replace(job, device=device))
+    guarded(work, method, BudgetGuard(job, Budget(), 1 << 40))
+
+    assert isinstance(model.called_with, Tensor)
+    assert model.called_with.device == device
 
 
 # ---- on a GPU
@@ -178,9 +201,9 @@ def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients
     model = GNN(stack_of(conv, 64, 128, 16), dropout=0.5).double().cuda()
     device = torch.device("cuda", 0)
     seeds = 4096
-    step = supervised_loss("single", 16)
+    step = usual_task(16).loss
     ids = data.splits["train"]
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=step, device=device)
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(step), device=device)
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
     loader = method.loader(data, ids, model=model, device=device).with_budget(None, batches_on_host=on_host)
     loaded = next(iter(loader))
@@ -219,8 +242,8 @@ def test_a_batch_that_does_not_fit_on_the_gpu_stays_on_the_host_and_is_split():
     model = GNN(stack_of("sage-mean", 512, 128, 16)).float().cuda()
     device = torch.device("cuda", 0)
     ids = data.splits["train"]
-    step = supervised_loss("single", 16)
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=step, device=device)
+    step = usual_task(16).loss
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(step), device=device)
     method = Sampled(fanouts=(10, 10), batch_size=4096, workers=2)
     work = method.bind(job)
     assert isinstance(work, SampledWork)
@@ -265,7 +288,7 @@ class UnguardedWork(Work):
     """One step that cannot be split. Without `guarded`, so a budget is refused."""
 
     def __init__(self) -> None:
-        self.guard_and_plan: tuple[contract.BudgetGuard, Plan] | None = None
+        self.guard_and_plan: tuple[contract.Guard, Plan] | None = None
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         assert self.guard_and_plan is not None
@@ -276,7 +299,7 @@ class UnguardedWork(Work):
 class MeasuredWork(UnguardedWork):
     """The same step, measured by the guard."""
 
-    def guarded(self, guard: contract.BudgetGuard, plan: Plan) -> MeasuredWork:
+    def guarded(self, guard: contract.Guard, plan: Plan) -> MeasuredWork:
         self.guard_and_plan = guard, plan
         return self
 
@@ -291,11 +314,9 @@ class CustomMethod(Method):
         return self.work
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
-        return Plan(
-            method=self,
-            items=tuple(outline.resident_items()),
-            limits=outline.limits(budget),
-            compute_place=outline.compute_place,
+        return outline.make_plan(
+            self,
+            budget,
             step_bytes=500.0,
             min_step_bytes=500.0,
             steps=1,

@@ -65,12 +65,10 @@ def test_a_step_above_the_limit_is_split_into_micro_batches():
 
 
 def test_a_refusal_names_the_budget_needed_and_the_largest_item():
-    with pytest.raises(DoesNotFit, match=r"does not fit 3.9 KiB on the device.*budget=9.77KiB.*the smallest step.*8.8"):
+    with pytest.raises(DoesNotFit, match=r"3\.9 KiB on the device.*budget=9\.77KiB.*8\.8"):
         plan_of(min_step_bytes=9000.0).check()
     limits = {"device": None, "host": 4000, "disk": 600}
-    with pytest.raises(
-        DoesNotFit, match=r"budget\.host=4\.89KiB, budget\.disk=700 \(graph alone takes 4\.9 KiB\)"
-    ) as refused:
+    with pytest.raises(DoesNotFit, match=r"budget\.host=4\.89KiB, budget\.disk=700") as refused:
         plan_of(limits=limits).check()
     assert refused.value.smallest_bytes == {"host": 5000, "disk": 700}
 

@@ -151,17 +151,17 @@ def test_a_micro_batch_has_the_edges_of_its_seeds_and_no_others():
 
 def test_batch_norms_in_training_are_refused_by_name():
     model = gnn_of("batch-norm").train()
-    with pytest.raises(ValueError, match=r"norms\.0\S* is a BatchNorm1d.*norm='layer'"):
+    with pytest.raises(ValueError, match=r"norms\.0\S* .*BatchNorm1d.*norm='layer'"):
         micro_batches.check_split(model)
     micro_batches.check_split(model.eval())
     micro_batches.check_split(gnn_of("layer-norm"))
 
 
 def test_what_cannot_be_split_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"GATConv runs on all edges.*hl.nn.GNN"):
+    with pytest.raises(ValueError, match=r"GATConv .*all edges.*hl\.nn\.GNN"):
         micro_batches.check_split(Whole(pyg.GATConv(6, 3)))
     blocks = TreeSampler(GRAPH, (2, 2)).sample(torch.arange(4), 1)
-    with pytest.raises(ValueError, match=r"TreeBlock cannot be split.*layout=block"):
+    with pytest.raises(ValueError, match=r"TreeBlock .*layout=block"):
         micro_batches.micro_batch_of(Batch(torch.arange(4), blocks, None, None), torch.arange(2))
 
 
@@ -254,11 +254,17 @@ def test_the_number_of_micro_batches_grows_until_they_fit_or_have_one_row(
     assert (largest <= limit) == (limit > 1)
 
 
+def split_to_fit(batch: Batch, limit: float) -> list[micro_batches.MicroBatch]:
+    """The micro-batches of a batch, as few as fit."""
+    groups = micro_batches.groups_to_fit(batch, bound_bytes, limit, COSTS)
+    return [micro_batches.micro_batch_of(batch, group) for group in groups]
+
+
 def test_every_micro_batch_fits():
     batch = communities()
     full = bound_bytes(Sizes.of(batch))
     for share in (1.0, 0.6, 0.3, 0.1):
-        pieces = micro_batches.split_to_fit(batch, bound_bytes, share * full, COSTS)
+        pieces = split_to_fit(batch, share * full)
         assert max(bound_bytes(p.sizes) for p in pieces) <= share * full
         assert torch.equal(torch.cat([p.seed_idx for p in pieces]).sort().values, torch.arange(batch.num_seeds))
         assert len(pieces) == 1 if share == 1.0 else len(pieces) > 1
@@ -267,10 +273,10 @@ def test_every_micro_batch_fits():
 def test_a_batch_is_split_down_to_single_seeds_and_a_seed_that_does_not_fit_is_refused():
     batch = make_batch(10)
     alone = max(bound_bytes(micro_batches.micro_batch_of(batch, torch.tensor([i])).sizes) for i in range(10))
-    pieces = micro_batches.split_to_fit(batch, bound_bytes, alone, COSTS)
+    pieces = split_to_fit(batch, alone)
     assert max(bound_bytes(p.sizes) for p in pieces) <= alone
     with pytest.raises(ValueError, match=r"one seed takes .* over_budget=cut \(changes the training\)"):
-        micro_batches.split_to_fit(batch, bound_bytes, 0.9 * alone, COSTS)
+        split_to_fit(batch, 0.9 * alone)
 
 
 def test_some_seeds_of_a_batch_are_split_into_smaller_groups():
@@ -395,7 +401,7 @@ def test_a_random_cut_depends_on_the_key_alone():
 
 
 def test_seeds_that_do_not_fit_without_any_edge_are_refused():
-    with pytest.raises(ValueError, match=r"the seeds alone take more than .* make batch_size smaller"):
+    with pytest.raises(ValueError, match=r"seeds alone .*batch_size smaller"):
         micro_batches.cut_to_fit(make_batch(), bound_bytes, 150.0)
 
 

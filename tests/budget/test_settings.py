@@ -29,5 +29,5 @@ def test_invalid_budgets_are_refused_with_a_message():
 
 
 def test_an_unknown_field_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"has no 'devices': give some of device, host, disk, over_budget\."):
+    with pytest.raises(ValueError, match=r"'devices': .*device, host, disk, over_budget"):
         Budget.of({"devices": "1GiB"})

@@ -28,10 +28,9 @@ import hopline as hl
 from hopline.contract import Method
 from hopline.core.batch import Batch
 from hopline.nn.whole_module import Whole, as_batch_model
-from hopline.units.losses import supervised_loss
 from tests.conv_table.cases import Case
 from tests.conv_table.graph import BATCH_SIZE, HUB, NUM_CLASSES, NUM_PARTS, SEEDS, SOME_IDS, max_degree
-from tests.support.helpers import randn
+from tests.support.helpers import randn, usual_task
 
 TOLERANCE = 1e-8
 Word = Literal["equal", "refused", "needs", "differs", "wrong", "error"]
@@ -159,7 +158,7 @@ def _train(case: Case, expected: Expected, method: Method, device: str, *, froze
 
     records: compare the outputs too, which a captured step cannot give.
     """
-    model, usual_loss = make_model(case), supervised_loss("single", NUM_CLASSES)
+    model, usual_loss = make_model(case), usual_task(NUM_CLASSES).loss
     outputs: dict[int, Tensor] = {}
 
     def recorded(model: nn.Module, batch: Batch) -> Tensor:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from hopline.core.graph import Graph, checksum
+from hopline.core.graph import Graph, PartialGraph, checksum
+from hopline.data.dataset import Dataset
+from hopline.interop.arrays import SharedGraph, shared
+from hopline.nn.gcn_norm import weights_of
+from hopline.nn.probe import reverse_edges_of_nodes
+from hopline.run.compare_methods import first_nodes
+from hopline.tables import TensorTable
 from tests.support.helpers import graph_of, random_graph
 
 
@@ -142,6 +151,39 @@ def test_a_pickled_graph_finds_its_own_self_loops() -> None:
     assert pickle.loads(pickle.dumps(graph)).self_loops.tolist() == []
 
 
+def test_a_new_field_of_a_graph_reaches_every_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    (label,) = dataclasses.fields(dataclasses.make_dataclass("Labelled", [("label", str)]))
+    for kind in (Graph, SharedGraph):
+        monkeypatch.setattr(kind, "__init__", _with_label(kind.__init__))
+        monkeypatch.setitem(kind.__dataclass_fields__, "label", label)
+    monkeypatch.setattr("hopline.device.pinned.pin", lambda array, copy: array)
+    graph = Graph(torch.tensor([0, 1, 2]), torch.tensor([1, 0]), label="citations")  # pyright: ignore[reportCallIssue]
+    data = Dataset(name="small", graph=graph, tables={"x": TensorTable(torch.ones(2, 1))})
+
+    copies = {
+        "to": graph.to("cpu"),
+        "pinned": graph.pinned("cpu"),
+        "pickle": pickle.loads(pickle.dumps(graph)),
+        "shared": shared(graph),
+        "pickle of a shared graph": pickle.loads(pickle.dumps(shared(graph))),
+        "a shared graph moved": shared(graph).to("cpu"),
+        "without edge arrays": data.without_edge_arrays().graph,
+        "first nodes": first_nodes(data, 1).graph,
+        "a trial with reversed edges": reverse_edges_of_nodes(graph),
+    }
+    assert {name: vars(copy).get("label") for name, copy in copies.items()} == dict.fromkeys(copies, "citations")
+
+
+def _with_label(init: Callable[..., None]) -> Callable[..., None]:
+    """A graph's `__init__` that takes one more argument."""
+
+    def with_label(self: Graph, *args: Any, label: str = "", **fields: Any) -> None:
+        init(self, *args, **fields)
+        object.__setattr__(self, "label", label)
+
+    return with_label
+
+
 def test_moving_a_graph_to_its_own_device_copies_nothing() -> None:
     graph = random_graph(weight=True)
     moved = graph.to("cpu")
@@ -162,3 +204,24 @@ def test_a_graph_on_a_gpu_or_pinned_has_the_same_edges(pinned: bool) -> None:
     assert torch.equal(moved.edge_index().cpu(), graph.edge_index())
     assert torch.equal(moved.self_loops.cpu(), graph.self_loops)
     assert torch.equal(moved.in_degrees(torch.tensor([0, 4])), graph.in_degrees(torch.tensor([0, 4])))
+
+
+def test_a_partial_graph_has_the_degrees_and_weight_sums_of_the_whole_graph() -> None:
+    graph = random_graph(weight=True, attr=2, loops=True)
+    ids = torch.tensor([40, 2, 0, 17, 1, 49])
+    weights = torch.stack([weights_of(graph, False, 0.0).total, *weights_of(graph, True, float("nan"))], 1)
+    partial = PartialGraph.of(graph.edge, ids, graph.in_degrees(ids), True, weights[ids])
+    some_ids = torch.tensor([17, 2, 17])
+    assert torch.equal(partial.in_degrees(some_ids), graph.in_degrees(some_ids))
+    assert torch.equal(partial.in_degrees(), graph.in_degrees(ids))
+    assert partial.edge.keys() == graph.edge.keys()
+    assert partial.self_loops.numel() == 1
+
+    for add_loops, fill in ((False, 1.0), (True, 1.0), (True, 2.0)):
+        expected = weights_of(graph, add_loops, fill)
+        total, loop = partial.weight_sums(some_ids, add_loops, fill)
+        assert torch.equal(total, expected.total[some_ids])
+        assert torch.equal(loop, expected.loop[some_ids])
+    with pytest.raises(AssertionError, match="not of this batch"):
+        partial.in_degrees(torch.tensor([3]))
+    assert PartialGraph.of({}, ids, ids, False, None).self_loops.numel() == 0

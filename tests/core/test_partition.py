@@ -23,7 +23,7 @@ from hopline.core.partition import (
     halo_sizes,
     make_partition,
 )
-from hopline.data import from_npz
+from hopline.data.formats.npz import from_npz
 from tests.support.helpers import graph_of, randint, random_graph
 
 ALL_WAYS = ("metis", "streaming", "random", "range")
@@ -108,11 +108,11 @@ def test_a_graph_without_edges_is_divided_without_cut_or_halo(how: str) -> None:
 def test_impossible_requests_are_refused_with_a_message() -> None:
     graph = random_graph()
     for num_parts in (0, 51, 2.0):
-        with pytest.raises(ValueError, match="50 nodes make from 1 to 50 parts"):
+        with pytest.raises(ValueError, match=r"50 nodes .*1 to 50"):
             make_partition(graph, num_parts)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="choose one of metis, streaming"):
+    with pytest.raises(ValueError, match="metis, streaming"):
         make_partition(graph, 2, "meits")
-    with pytest.raises(ValueError, match="one for each of the 50 nodes"):
+    with pytest.raises(ValueError, match="each of the 50"):
         make_partition(graph, 2, labels=torch.zeros(49, dtype=torch.int64))
     with pytest.raises(ValueError, match="slack=1"):
         make_partition(graph, 2, "streaming", slack=1)
@@ -234,7 +234,7 @@ def test_edge_counts_cut_fraction_and_halo_sizes_of_two_parts() -> None:
     assert cut_fraction(graph, partition) == pytest.approx(4 / 6)
     assert halo_sizes(graph, partition).tolist() == [2, 1]
     assert halo_sizes(graph, partition, [[1], torch.tensor([0, 1])]).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="parts from 0 to 1"):
+    with pytest.raises(ValueError, match="from 0 to 1"):
         halo_sizes(graph, partition, [[2]])
 
 

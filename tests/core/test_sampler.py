@@ -209,7 +209,7 @@ def test_a_seed_that_is_not_a_node_is_refused(bad: int) -> None:
 
 @pytest.mark.parametrize("seeds", [torch.ones(50, dtype=torch.bool), torch.tensor([[1, 2]]), torch.tensor([1.0])])
 def test_seeds_that_are_not_a_list_of_ids_are_refused(seeds: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"1-D int64 tensor.*mask\.nonzero"):
+    with pytest.raises(ValueError, match=r"int64.*mask\.nonzero"):
         NeighborSampler(random_graph(), (2,)).sample(seeds, 1)
 
 

@@ -18,7 +18,7 @@ def _piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_indptr_must_rise_from_zero_to_the_number_of_edges() -> None:
     checks.check_indptr(torch.arange(30), 29, "p")
-    with pytest.raises(ValueError, match="p runs from 0 to 29, not from 0 to 30"):
+    with pytest.raises(ValueError, match=r"p runs .*to 29, not .*to 30"):
         checks.check_indptr(torch.arange(30), 30, "p")
     for at in range(1, 28):
         falling = torch.arange(30) * 10
@@ -33,7 +33,7 @@ def test_ids_must_be_in_range() -> None:
     for bad in (-1, 50):
         ids = torch.arange(50)
         ids[33] = bad
-        with pytest.raises(ValueError, match=f"p holds {bad} at position 33, but there are 50 nodes: number"):
+        with pytest.raises(ValueError, match=f"p holds {bad} at position 33.* 50 nodes"):
             checks.check_ids(ids, 50, "p")
 
 
@@ -43,7 +43,7 @@ def test_values_must_be_finite(dtype: torch.dtype, value: float) -> None:
     rows = torch.zeros(20, 3, dtype=dtype)
     checks.check_finite(rows, "p")
     rows[17, 2] = value
-    with pytest.raises(ValueError, match=f"p holds {value} in row 17, column 2: replace such values"):
+    with pytest.raises(ValueError, match=rf"p holds {value} in row 17, column 2: .*numpy\.nan_to_num"):
         checks.check_finite(rows, "p")
 
 
@@ -51,15 +51,15 @@ def test_labels_must_be_classes() -> None:
     y = torch.arange(20) % 4
     y[3] = -1
     checks.check_labels(y, "single", 4, "y.npy")
-    with pytest.raises(ValueError, match=r"y.npy holds label 3 at node 7: it must be a class from 0 to 2, or -1"):
+    with pytest.raises(ValueError, match=r"y\.npy holds label 3 at node 7: .*0 to 2"):
         checks.check_labels(y, "single", 3, "y.npy")
     y[11] = -2
-    with pytest.raises(ValueError, match="holds label -2 at node 11"):
+    with pytest.raises(ValueError, match="label -2 at node 11"):
         checks.check_labels(y, "binary", 4, "y.npy")
     many = torch.ones(20, 5)
     checks.check_labels(many, "multi", 5, "y.npy")
     many[15, 2] = 0.5
-    with pytest.raises(ValueError, match=r"holds label 0.5 at node 15: it must be 0 or 1"):
+    with pytest.raises(ValueError, match=r"label 0\.5 at node 15: .*0 or 1"):
         checks.check_labels(many, "multi", 5, "y.npy")
 
 
@@ -68,9 +68,9 @@ def test_splits_must_be_sorted_distinct_and_labelled() -> None:
     y[9] = -1
     checks.check_split(torch.tensor([1, 2, 8]), 20, y, "train", "s")
     checks.check_split(torch.tensor([9]), 20, y, "predict", "s")
-    with pytest.raises(ValueError, match="s has node 9, which has no label: leave such nodes out"):
+    with pytest.raises(ValueError, match=r"s has node 9, .*no label"):
         checks.check_split(torch.arange(20), 20, y, "train", "s")
-    with pytest.raises(ValueError, match="not sorted or repeats node 2"):
+    with pytest.raises(ValueError, match="repeats node 2"):
         checks.check_split(torch.tensor([1, 2, 2]), 20, y, "train", "s")
     with pytest.raises(ValueError, match="s holds 20"):
         checks.check_split(torch.tensor([1, 20]), 20, y, "train", "s")
@@ -93,7 +93,7 @@ def test_every_array_of_a_dataset_is_checked(tiny: Dataset) -> None:
 def test_a_sparse_table_is_checked_as_a_matrix() -> None:
     good = SparseTable.from_dense(torch.eye(6))
     checks.check_table("x", good, str)
-    with pytest.raises(ValueError, match=r"table\.x\.columns holds 5 at position 5, but there are 5 columns"):
+    with pytest.raises(ValueError, match=r"table\.x\.columns holds 5 at position 5.* 5 columns"):
         checks.check_table("x", SparseTable(good.indptr, good.columns, good.values, 5), str)
     with pytest.raises(ValueError, match=r"table\.x\.values holds nan"):
         checks.check_table("x", SparseTable(good.indptr, good.columns, good.values * float("nan"), 6), str)

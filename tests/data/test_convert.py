@@ -106,7 +106,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
         yield torch.zeros(2, 5, dtype=torch.int64)
         yield torch.full((2, 5), 77)
 
-    with pytest.raises(ValueError, match="Edge 5 goes from 77 to 77, but there are 10 nodes"):
+    with pytest.raises(ValueError, match=r"Edge 5 .*77 to 77.* 10 nodes"):
         convert_edges(chunks(), tmp_path / "d", num_nodes=10)
     assert list(tmp_path.iterdir()) == []
 
@@ -194,7 +194,7 @@ def test_a_number_that_would_be_rounded_for_another_chunk_is_refused(to_folder: 
     one = torch.zeros(2, 1, dtype=torch.int64)
     chunks = [(one, {"time": torch.tensor([2**24 + 1])}), (one, {"time": torch.tensor([0.5])})]
     for ordered in (chunks, chunks[::-1]):
-        with pytest.raises(ValueError, match="Edge array 'time' holds 16777217 in one chunk, and fractions in another"):
+        with pytest.raises(ValueError, match=r"'time' holds 16777217 .*fractions"):
             from_edges(ordered, num_nodes=1, folder=tmp_path / "out" if to_folder else None)
 
 
@@ -207,7 +207,7 @@ def test_edge_arrays_go_along_with_edges_of_every_kind(tmp_path: Path) -> None:
     for source in (tmp_path / "e.npy", str(tmp_path / "e.npy"), pieces, iter(pieces)):
         data = from_edges(source, edge={"weight": weight}, num_nodes=9, chunk_edges=11)
         assert torch.equal(data.graph.edge["weight"], whole.graph.edge["weight"])
-    with pytest.raises(ValueError, match="Edge array 'weight' has 51 rows for 50 edges: give one row per edge"):
+    with pytest.raises(ValueError, match="'weight' has 51 rows for 50 edges"):
         from_edges(pieces, edge={"weight": torch.rand(51)}, num_nodes=9)
-    with pytest.raises(ValueError, match="Edge array 'weight' comes with the chunks and by edge=: give one of them"):
+    with pytest.raises(ValueError, match=r"'weight' .*chunks and by edge="):
         from_edges([(ends, {"weight": weight})], edge={"weight": weight}, num_nodes=9)

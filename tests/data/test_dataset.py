@@ -41,14 +41,14 @@ def test_another_published_split_can_be_chosen(tiny: Dataset) -> None:
     other = tiny.with_split(1)
     assert other.splits["train"].tolist() == list(range(10, 30))
     assert other.splits["valid"].tolist() == tiny.splits["valid"].tolist()
-    with pytest.raises(ValueError, match="has no split 2: choose from 0 to 1"):
+    with pytest.raises(ValueError, match=r"split 2: .*0 to 1"):
         tiny.with_split(2)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "regression"}, "choose one of single, multi, binary"),
+        ({"task": "several"}, "choose one of single, multi, binary, regression"),
         ({"y": torch.zeros(39, dtype=torch.int64)}, "39 labels for 40 nodes"),
         ({"y": torch.zeros(40)}, "must be a 1-D int64 tensor"),
         ({"y": torch.zeros(40, 2), "task": "multi"}, "Multi-label y must be"),
@@ -67,14 +67,14 @@ def test_a_graph_without_features_says_so() -> None:
     bare = Dataset(name="bare", graph=graph)
     assert bare.num_features == 0
     assert bare.all_splits == ()
-    with pytest.raises(ValueError, match="'bare' has no features: convert it with"):
+    with pytest.raises(ValueError, match="'bare' has no features"):
         _ = bare.x
 
 
 def test_unlabelled_training_nodes_are_refused(tiny: Dataset) -> None:
     assert tiny.validate()
     tiny.splits["train"] = torch.arange(40)
-    with pytest.raises(ValueError, match=r"Array 'split.0.train' of dataset 'tiny' has node 39, which has no label"):
+    with pytest.raises(ValueError, match=r"'split\.0\.train' of dataset 'tiny' has node 39"):
         tiny.validate()
 
 

@@ -15,9 +15,9 @@ from hopline.data.options import EdgeOptions, edge_options, merge
 
 def test_options_are_checked_by_name_and_value() -> None:
     assert edge_options({"symmetrize": True}) == EdgeOptions(symmetrize=True)
-    with pytest.raises(ValueError, match=r"no option 'symetrize'.*Did you mean 'symmetrize'"):
+    with pytest.raises(ValueError, match=r"'symetrize'.*'symmetrize'"):
         edge_options({"symetrize": True})
-    with pytest.raises(ValueError, match="choose 'keep', 'remove' or 'add'"):
+    with pytest.raises(ValueError, match="'keep', 'remove' or 'add'"):
         edge_options({"self_loops": "drop"})
     with pytest.raises(ValueError, match="choose 'keep' or 'remove'"):
         edge_options({"duplicates": "no"})
@@ -40,7 +40,7 @@ def test_a_file_of_edges_is_read_in_chunks(tmp_path: Path, layout: str, dtype: t
     assert np.array_equal(torch.cat(chunks, 1).numpy(), edges)
     assert np.array_equal(torch.cat([c for c, _ in edge_chunks(tmp_path / "e.npy", None, 7)], 1).numpy(), edges)
     np.save(tmp_path / "bad.npy", np.zeros((3, 3)))
-    with pytest.raises(ValueError, match=r"bad\.npy must hold whole numbers \[2, E\]"):
+    with pytest.raises(ValueError, match=r"bad\.npy must hold .*\[2, E\]"):
         list(npy_edges(tmp_path / "bad.npy", 5))
 
 
@@ -59,9 +59,9 @@ def test_chunks_are_split_together_with_their_edge_arrays() -> None:
 
 
 def test_an_edge_out_of_range_is_named() -> None:
-    with pytest.raises(ValueError, match=r"Edge 102 goes from 3 to 9, but there are 9 nodes: correct it, give"):
+    with pytest.raises(ValueError, match=r"Edge 102 .*3 to 9.* 9 nodes"):
         prepare(torch.tensor([[0, 1, 3], [1, 2, 9]]), {}, 9, 100, EdgeOptions())
-    with pytest.raises(ValueError, match="Edge 0 goes from -1 to 0"):
+    with pytest.raises(ValueError, match=r"Edge 0 .*-1 to 0"):
         prepare(torch.tensor([[-1], [0]]), {}, 9, 0, EdgeOptions())
     with pytest.raises(ValueError, match="holds nan"):
         prepare(torch.tensor([[1], [0]]), {"weight": torch.tensor([float("nan")])}, 9, 0, EdgeOptions())
@@ -98,7 +98,7 @@ def test_chunks_must_carry_the_same_arrays() -> None:
     index = torch.zeros(1, dtype=torch.int32)
     plain = Edges(index, index, {})
     weighted = Edges(index, index, {"weight": torch.ones(1)})
-    with pytest.raises(ValueError, match="Not all chunks have the edge array 'weight'"):
+    with pytest.raises(ValueError, match=r"Not all chunks .*'weight'"):
         check_same_arrays(plain, weighted)
     with pytest.raises(ValueError, match="Not all chunks"):
         join([weighted, plain], 3)

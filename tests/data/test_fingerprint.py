@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+from torch import Tensor
+from torch_geometric.nn import GCNConv, SAGEConv
 
 import hopline as hl
 from hopline import infer
@@ -20,7 +20,6 @@ from hopline.data import fingerprint
 from hopline.data.fingerprint import contents_of
 from hopline.inference.over_shards import AllShards
 from hopline.inference.over_shards import exact_rows as exact_on_shards
-from hopline.nn.structure import structure_of
 from hopline.shards import write as cut
 from hopline.shards.shard import shard_name
 from hopline.shards.verify import verify_shards
@@ -119,51 +118,6 @@ def test_a_table_without_one_tensor_has_the_checksum_of_its_rows():
     assert ours == plain
 
 
-# ---- of models
-
-
-class ScalingConv(nn.Module):
-    """A user's own conv: rows times a factor."""
-
-    def __init__(self, scale: float = 1.0) -> None:
-        super().__init__()
-        self.scale = scale
-        self.calls = 0
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return x * self.scale
-
-
-class ShiftingConv(ScalingConv):
-    """`ScalingConv` with another `forward` and the same weights."""
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return x * self.scale + 1
-
-
-def test_models_that_differ_in_more_than_weights_have_different_structures():
-    models = [
-        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]),
-        hl.nn.GNN([SAGEConv(5, 4, aggr="max"), SAGEConv(4, 3)]),
-        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act="elu"),
-        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act=None),
-        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act=lambda h: h * 2),
-        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], act=lambda h: h * 3),
-        hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)], residual=True),
-        hl.nn.GNN([SAGEConv(5, 4, normalize=True), SAGEConv(4, 3)]),
-        hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]),
-        hl.nn.GNN([GCNConv(5, 4, improved=True), GCNConv(4, 3)]),
-        hl.nn.GNN([GATConv(5, 4, negative_slope=0.1), GATConv(4, 3)]),
-        hl.nn.GNN([GATConv(5, 4), GATConv(4, 3)]),
-        hl.nn.GNN([ScalingConv()]),
-        hl.nn.GNN([ScalingConv(2.0)]),
-        hl.nn.GNN([ShiftingConv()]),
-    ]
-    structures = [structure_of(model) for model in models]
-    assert len(set(structures)) == len(models)
-    assert structures[0] == structure_of(hl.nn.GNN([SAGEConv(5, 4), SAGEConv(4, 3)]).eval())
-
-
 # ---- inference in a folder
 
 
@@ -173,7 +127,7 @@ def test_inference_is_not_resumed_with_other_data(name: str, tmp_path: Path):
     expected = infer.exact(model, DATA, folder=tmp_path / "rows")
     assert torch.equal(infer.exact(model, DATA, folder=tmp_path / "rows"), expected)
     array, change = CHANGES[name]
-    with pytest.raises(ValueError, match=f"holds another inference .other {array}.: remove it"):
+    with pytest.raises(ValueError, match=f"another inference .other {array}"):
         infer.exact(model, change(DATA), folder=tmp_path / "rows")
 
 
@@ -202,11 +156,11 @@ def test_shards_of_other_data_are_of_another_cut(name: str, tmp_path: Path):
     other = write_shards(CHANGES[name][1](DATA), tmp_path / "other")
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)])
     exact_on_shards(model, AllShards(one), folder=tmp_path / "rows")
-    with pytest.raises(ValueError, match=r"another inference \(other cut of the dataset\)"):
+    with pytest.raises(ValueError, match="other cut of the dataset"):
         exact_on_shards(model, AllShards(other), folder=tmp_path / "rows")
     (one / shard_name(1)).rename(tmp_path / "gone")
     (other / shard_name(1)).rename(one / shard_name(1))
-    with pytest.raises(ValueError, match="is of another cut than"):
+    with pytest.raises(ValueError, match="of another cut"):
         verify_shards(one)
 
 
@@ -221,7 +175,7 @@ def test_a_run_is_not_resumed_with_other_data(name: str, tmp_path: Path):
     data = dataclasses.replace(data, y=data.labels.clamp(max=2))
     fit(data, out=tmp_path / "run")
     array, change = CHANGES[name]
-    with pytest.raises(ValueError, match=f"is of other data: {array} of the dataset has changed"):
+    with pytest.raises(ValueError, match=f"other data: {array}"):
         fit(change(data), out=tmp_path / "run", resume=True, epochs=3)
     assert fit(data, out=tmp_path / "run", resume=True, epochs=3).epochs == 3
 
@@ -229,7 +183,7 @@ def test_a_run_is_not_resumed_with_other_data(name: str, tmp_path: Path):
 def test_a_run_is_not_resumed_with_another_model_of_the_same_shapes(tmp_path: Path):
     data = small()
     fit(data, out=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"act is .*relu there and .*elu here; take the model"):
+    with pytest.raises(ValueError, match=r"act is .*relu there and .*elu here"):
         fit(data, sage(data, act="elu"), out=tmp_path / "run", resume=True, epochs=3)
 
 

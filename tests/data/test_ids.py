@@ -99,5 +99,5 @@ def test_a_fraction_among_number_ids_is_refused_and_among_text_ids_is_a_text() -
     assert settle_ids(np.array(["1.0", "2"]), "row").tolist() == [1, 2]
     assert settle_ids(np.array(["1.5", "a"]), "row").tolist() == ["1.5", "a"]
     for written in ("1.5", "1e5", ".5", "-2.25"):
-        with pytest.raises(ValueError, match=f"row 1: node id {written} is not a whole number"):
+        with pytest.raises(ValueError, match=f"row 1: node id {written} "):
             settle_ids(np.array(["2.0", written]), "row")

@@ -44,7 +44,7 @@ def test_a_manifest_survives_writing_and_reading(folder: Path) -> None:
     [
         ({"format": "other"}, "its format is not"),
         ({"version": 99}, "format version 99"),
-        ({"task": "regression"}, "its task is 'regression'"),
+        ({"task": "several"}, "its task is 'several'"),
         ({"num_nodes": -1}, "out of range"),
         ({"num_nodes": "40"}, "'num_nodes' is missing or not of type int"),
         ({"num_edges": True}, "'num_edges'"),
@@ -82,15 +82,11 @@ def test_wrong_array_entries_are_refused(folder: Path, key: str, value: Any) -> 
         read_manifest(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", "nonsense", "[" * 100_000, "1" * 5000, '{"a": NaN}'])
-def test_what_is_no_manifest_is_refused(folder: Path, text: str) -> None:
-    (folder / "manifest.json").write_text(text)
-    with pytest.raises(ValueError, match="is damaged"):
-        read_manifest(folder)
-
-
-def test_bytes_that_are_no_text_are_refused(folder: Path) -> None:
-    (folder / "manifest.json").write_bytes(b"\xff\xfe\x00")
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"nonsense", b"[" * 100_000, b"1" * 5000, b'{"a": NaN}', b"\xff\xfe\x00"]
+)
+def test_what_is_no_manifest_is_refused(folder: Path, content: bytes) -> None:
+    (folder / "manifest.json").write_bytes(content)
     with pytest.raises(ValueError, match="is damaged"):
         read_manifest(folder)
 

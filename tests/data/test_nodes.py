@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from hopline.data.nodes import (
-    count_classes,
     node_data,
     node_ids,
-    normalize_labels,
     per_class_split,
     split_name,
     split_sets,
@@ -23,9 +21,9 @@ def test_masks_and_ids_become_sorted_ids() -> None:
     assert node_ids(mask, 4).tolist() == [0, 2]
     assert node_ids(np.array([3, 1]), 4).tolist() == [1, 3]
     assert node_ids([2, 0], 4).tolist() == [0, 2]
-    with pytest.raises(ValueError, match="give one entry per node, 5"):
+    with pytest.raises(ValueError, match="one entry per node, 5"):
         node_ids(mask, 5)
-    with pytest.raises(ValueError, match="boolean mask over the nodes or a 1-D list"):
+    with pytest.raises(ValueError, match=r"boolean mask .*or a 1-D"):
         node_ids(torch.rand(4), 4)
 
 
@@ -42,12 +40,8 @@ def test_several_masks_are_several_splits(transposed: bool) -> None:
 
 
 def test_splits_get_our_names() -> None:
-    assert [split_name(n) for n in ("val_mask", "train_idx", "validation", "test")] == [
-        "valid",
-        "train",
-        "valid",
-        "test",
-    ]
+    ours = [split_name(name) for name in ("val_mask", "train_idx", "validation", "test")]
+    assert ours == ["valid", "train", "valid", "test"]
 
 
 def test_a_split_per_class_is_seeded_and_covers_the_labelled_nodes() -> None:
@@ -62,30 +56,6 @@ def test_a_split_per_class_is_seeded_and_covers_the_labelled_nodes() -> None:
     assert not torch.equal(split["train"], per_class_split(y, num_train=5, num_valid=10, seed=2)["train"])
 
 
-def test_labels_come_in_many_forms() -> None:
-    y, task = normalize_labels(np.array([[1.0], [np.nan], [0.0]], dtype=np.float32), None)
-    assert y is not None
-    assert (y.tolist(), y.dtype, task) == ([1, -1, 0], torch.int64, "single")
-    assert normalize_labels(np.array([0, 3], dtype=np.uint8), "binary")[1] == "binary"
-    many, task = normalize_labels(torch.ones(4, 3, dtype=torch.int64), None)
-    assert many is not None
-    assert (many.dtype, task) == (torch.float32, "multi")
-    assert normalize_labels(None, None) == (None, "single")
-    with pytest.raises(ValueError, match="whole numbers"):
-        normalize_labels([0.5, 1.0], None)
-    with pytest.raises(ValueError, match="only fits task='multi'"):
-        normalize_labels(torch.ones(4, 3), "binary")
-    with pytest.raises(ValueError, match="give a 2-D array"):
-        normalize_labels([0, 1], "multi")
-
-
-def test_classes_are_counted() -> None:
-    assert count_classes(torch.tensor([0, 4, -1]), "single") == 5
-    assert count_classes(torch.tensor([0, 0]), "binary") == 2
-    assert count_classes(torch.zeros(3, 7), "multi") == 7
-    assert count_classes(None, "single") == 0
-
-
 def test_features_become_floating_point() -> None:
     nodes = node_data(3, x=torch.ones(3, 2, dtype=torch.int64), tables={"year": torch.tensor([1990, 2000, 2010])})
     assert nodes.tables["x"].dtype == torch.float32
@@ -97,13 +67,13 @@ def test_features_become_floating_point() -> None:
 
 
 def test_what_does_not_fit_the_nodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="Table 'x' has 2 rows for 3 nodes: give one row per node"):
+    with pytest.raises(ValueError, match="Table 'x' has 2 rows for 3 nodes"):
         node_data(3, x=torch.zeros(2, 2))
     with pytest.raises(ValueError, match="2 labels for 3 nodes"):
         node_data(3, y=[0, 1])
     with pytest.raises(ValueError, match=r"'table\.x' holds nan in row 1, column 0"):
         node_data(2, x=[[0.0], [float("nan")]])
-    with pytest.raises(ValueError, match=r"'y' holds label 5 at node 1: it must be a class from 0 to 2"):
+    with pytest.raises(ValueError, match=r"'y' holds label 5 at node 1: .*0 to 2"):
         node_data(2, y=[0, 5], num_classes=3)
-    with pytest.raises(ValueError, match="has node 1, which has no label"):
+    with pytest.raises(ValueError, match="node 1, which has no label"):
         node_data(2, y=[0, -1], splits={"train": [0, 1]})

@@ -1,4 +1,4 @@
-"""Real-valued labels are refused with what to type, and what the refusal names trains."""
+"""Real-valued labels are a regression, and whole numbers are classes unless task= says otherwise."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from tests.support.helpers import randn
 from tests.support.runs import fit, method, sage, small
 
 FLOATS = {"a column": randn(400), "a matrix of one": randn(400, 1), "a matrix": randn(400, 3)}
-INSTEAD = r"for real-valued targets leave out y, and give the Trainer train_step= and test_step="
 
 
 @pytest.mark.parametrize("shape", FLOATS)
-def test_labels_that_are_no_classes_are_refused_with_what_to_type(shape: str):
+def test_real_numbers_are_a_regression(shape: str):
     pyg_data = small().to_pyg()
-    with pytest.raises(ValueError, match=INSTEAD):
-        hl.from_pyg(Data(x=pyg_data.x, edge_index=pyg_data.edge_index, y=FLOATS[shape]))
+    data = hl.from_pyg(Data(x=pyg_data.x, edge_index=pyg_data.edge_index, y=FLOATS[shape]))
+    width = 3 if shape == "a matrix" else 1
+    assert (data.task, data.metric, data.num_outputs) == ("regression", "rmse", width)
+    assert torch.equal(data.labels.reshape(400, width), FLOATS[shape].reshape(400, width))
 
 
 @pytest.mark.parametrize("source", ["pyg", "npz", "csv"])
@@ -44,18 +45,18 @@ def test_floats_with_whole_values_become_classes_and_that_is_said_once(
     }
     with caplog.at_level(logging.WARNING, "hopline"):
         assert make[source]().labels.tolist() == [0, 2, 1]
-    assert caplog.text.count("are taken for class numbers") == 1
+    assert caplog.text.count("are taken for classes") == 1
 
 
 def test_real_numbers_are_not_trained_as_zeros_and_ones():
     data = dataclasses.replace(small(), y=FLOATS["a matrix"], task="multi", num_classes=3)
-    with pytest.raises(ValueError, match=rf"of split 'train' has labels other than 0 and 1 .*{INSTEAD}"):
+    with pytest.raises(ValueError, match=r"split 'train' has label .*task='regression'"):
         hl.Trainer(sage(data), data, method(), show=False)
-    with pytest.raises(ValueError, match=INSTEAD):
+    with pytest.raises(ValueError, match="task='regression'"):
         dataclasses.replace(small(), y=FLOATS["a column"])
 
 
-def test_real_valued_targets_are_trained_as_the_refusal_says():
+def test_targets_of_steps_of_the_user_need_no_labels():
     pyg_data = small().to_pyg()
     targets = small().x.read(torch.arange(400)).sum(-1)
     pyg_data.y = None

@@ -24,9 +24,9 @@ def test_folders_and_files_are_opened(tiny: Dataset, tmp_path: Path, real_data: 
     assert open_dataset("cora", data_root=real_data).num_nodes == 2708
     assert open_dataset("Amazon-Photo", data_root=real_data).num_nodes == 7650
     assert open_dataset("tolokers", data_root=real_data, split=3).task == "binary"
-    with pytest.raises(ValueError, match="is already converted: leave out symmetrize"):
+    with pytest.raises(ValueError, match="leave out symmetrize"):
         open_dataset(tmp_path / "mine", symmetrize=True)
-    with pytest.raises(ValueError, match=r"There is no dataset folder .*other: check the path"):
+    with pytest.raises(ValueError, match=r"dataset folder .*other: check the path"):
         open_dataset(tmp_path / "other")
 
 
@@ -48,7 +48,7 @@ def test_built_in_graphs_are_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     small = open_dataset("planted", num_nodes=500, num_edges=2000, num_train=100, num_valid=50, seed=3)
     assert (small.num_nodes, small.num_edges) == (500, 2000)
-    with pytest.raises(ValueError, match=r"'demo' has no option 'sede'.*Did you mean 'seed'"):
+    with pytest.raises(ValueError, match=r"'demo' .*'sede'.*'seed'"):
         open_dataset("demo", sede=1)
 
 
@@ -95,7 +95,7 @@ def test_each_choice_of_options_is_converted_once_and_kept_apart(
 
 
 def test_an_unknown_name_gets_the_nearest_one(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"There is no dataset 'coraa' .*`hopline datasets`.*Did you mean 'cora'"):
+    with pytest.raises(ValueError, match=r"'coraa' .*`hopline datasets`.*'cora'"):
         open_dataset("coraa", data_root=tmp_path)
     with pytest.raises(ValueError, match="Did you mean 'products-shaped'"):
         open_dataset("product-shaped", data_root=tmp_path)

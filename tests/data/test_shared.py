@@ -19,7 +19,7 @@ from tests.support.launched import same_dataset, tiny
 def test_with_one_rank_the_dataset_is_not_copied():
     dataset = tiny()
     assert sharing.share(dataset, World.alone()) is dataset
-    with pytest.raises(ValueError, match="needs the dataset in the first rank of every host"):
+    with pytest.raises(ValueError, match="first rank of every host"):
         sharing.share(None, World.alone())
 
 
@@ -50,9 +50,7 @@ def test_memory_for_all_ranks_of_a_host_has_no_name(bases: list[Path], monkeypat
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(shared_memory, "new_file", full)
-    with pytest.raises(
-        ValueError, match=r"a table of 48 B does not fit into shared memory \(No space left on device\)"
-    ):
+    with pytest.raises(ValueError, match=r"48 B .*shared memory \(No space"):
         shared_memory.shared_zeros((3, 4), torch.float32, two_ranks_of_a_host(monkeypatch))
 
 

@@ -129,9 +129,9 @@ def test_shares_that_make_no_split_are_refused(shares: Any, message: str) -> Non
 
 
 def test_without_labels_the_refusal_says_how_to_give_some() -> None:
-    with pytest.raises(ValueError, match=r"'graph' has no labels: convert it with nodes=FILE.*columns\.label=NAME"):
+    with pytest.raises(ValueError, match=r"'graph' has no labels: .*nodes=FILE.*columns\.label=NAME"):
         random_split(from_edges(EDGES))
-    with pytest.raises(ValueError, match=r"from labelled nodes, and there are none: convert with nodes=FILE"):
+    with pytest.raises(ValueError, match=r"labelled nodes.*nodes=FILE"):
         random_split(dataset_with_labels([-1] * 10))
 
 
@@ -141,7 +141,7 @@ def test_without_labels_the_refusal_says_how_to_give_some() -> None:
 def test_a_dataset_without_training_nodes_is_refused_with_what_to_type() -> None:
     data = small()
     assert data.train_ids is data.splits["train"]
-    with pytest.raises(ValueError, match=r"no training nodes: .*split=0.6,0.2,0.2 .*hl\.random_split\(data\)"):
+    with pytest.raises(ValueError, match=r"no training nodes: .*split=.*hl\.random_split\(data\)"):
         _ = without(data, "train").train_ids
     with pytest.raises(ValueError, match="has no labels"):
         _ = from_edges(EDGES).train_ids

@@ -6,6 +6,7 @@ import random
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -54,8 +55,7 @@ def test_a_dataset_survives_the_folder(tiny: Dataset, tmp_path: Path) -> None:
 def test_labels_and_splits_are_private_copies(tiny: Dataset, tmp_path: Path) -> None:
     tiny.save(tmp_path / "a")
     dataset = store.open_folder(tmp_path / "a")
-    assert dataset.y is not None
-    dataset.y[0] = 2
+    dataset.labels[0] = 2
     store.verify(tmp_path / "a")
 
 
@@ -81,19 +81,21 @@ def test_a_table_without_storage_is_written_in_pieces(
     assert torch.equal(store.open_folder(tmp_path / "a").x.read(torch.arange(40)), expected)
 
 
-def measure_opening(folder: Path) -> int:
-    """Open a dataset; return by how many bytes this process grew."""
+def measure_opening(folder: Path, small_folder: Path) -> int:
+    """Open a dataset; return by how many bytes this process grew. A small one is opened before, for imports."""
+    store.open_folder(small_folder)
     before = psutil.Process().memory_info().rss
     dataset = store.open_folder(folder)
     assert dataset.num_edges == 20_000_000
     return psutil.Process().memory_info().rss - before
 
 
-def test_opening_does_not_read_the_data(tmp_path: Path) -> None:
+def test_opening_does_not_read_the_data(tiny: Dataset, tmp_path: Path) -> None:
+    tiny.save(tmp_path / "small")
     graph = Graph(torch.arange(1_000_001) * 20, torch.zeros(20_000_000, dtype=torch.int32))
     Dataset(name="large", graph=graph).save(tmp_path / "large")
     # Pages that are read become resident: all of them would be 88 MB.
-    assert warm.call(measure_opening, tmp_path / "large") < 20_000_000
+    assert warm.call(measure_opening, tmp_path / "large", tmp_path / "small") < 20_000_000
 
 
 def test_verify_says_what_it_did(tiny: Dataset, tmp_path: Path) -> None:
@@ -116,13 +118,13 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
 
 
 def test_a_missing_file_or_entry_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"There is no dataset folder .*nowhere: check the path"):
+    with pytest.raises(ValueError, match="nowhere: check the path"):
         store.open_folder(folder / "nowhere")
     (folder / "y.npy").unlink()
-    with pytest.raises(ValueError, match=r"y\.npy is missing: convert or copy the dataset again"):
+    with pytest.raises(ValueError, match=r"y\.npy is missing"):
         store.open_folder(folder)
     (folder / "manifest.json").unlink()
-    with pytest.raises(ValueError, match=r"it has no manifest\.json"):
+    with pytest.raises(ValueError, match=r"no manifest\.json"):
         store.open_folder(folder)
 
 
@@ -131,7 +133,7 @@ def test_a_file_of_the_wrong_size_is_named_at_once(folder: Path) -> None:
     data = path.read_bytes()
     for wrong in (data[:-1], data + b"\0", b""):
         path.write_bytes(wrong)
-        with pytest.raises(ValueError, match=r"indices\.npy has \d+ bytes instead of 928: convert or copy"):
+        with pytest.raises(ValueError, match=r"indices\.npy has \d+ bytes instead of 928"):
             store.open_folder(folder)
 
 
@@ -153,7 +155,7 @@ def test_a_flipped_bit_is_found_by_verify(folder: Path) -> None:
         path = folder / name
         data = path.read_bytes()
         overwrite(path, len(data) - 2, bytes([data[-2] ^ 1]))
-        with pytest.raises(ValueError, match=rf"{name} is damaged \(its checksum does not match\)"):
+        with pytest.raises(ValueError, match=rf"{name} is damaged \(its checksum"):
             store.verify(folder)
         path.write_bytes(data)
     assert store.verify(folder)
@@ -164,51 +166,34 @@ def test_bad_numbers_are_found_by_verify_even_with_right_checksums(tiny: Dataset
     rows[7, 1] = float("nan")
     tiny.tables["x"] = TensorTable(rows)
     tiny.save(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"a/table\.x\.npy holds nan in row 7, column 1: replace such values"):
+    with pytest.raises(ValueError, match=r"a/table\.x\.npy holds nan in row 7, column 1"):
         store.verify(tmp_path / "a")
     del tiny.tables["x"]
-    assert tiny.y is not None
-    tiny.y[3] = 3
+    tiny.labels[3] = 3
     tiny.save(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"a/y\.npy holds label 3 at node 3: it must be a class from 0 to 2"):
+    with pytest.raises(ValueError, match=r"a/y\.npy holds label 3 at node 3: .*0 to 2"):
         store.verify(tmp_path / "a")
-    tiny.y[3] = 2
+    tiny.labels[3] = 2
     tiny.graph.indices[0] = 40
     tiny.save(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"a/indices\.npy holds 40 at position 0, but there are 40 nodes"):
+    with pytest.raises(ValueError, match=r"a/indices\.npy holds 40 at position 0.* 40 nodes"):
         store.verify(tmp_path / "a")
 
 
 def test_arrays_that_do_not_fit_together_are_refused(tiny: Dataset, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"name": "a", "num_nodes": 40, "num_edges": 200, "meta": {}}
+    fields |= {"task": "single", "num_classes": 2, "num_splits": 0}
     with store.FolderWriter(tmp_path / "a") as out:
         out.add("indptr", tiny.graph.indptr)
         out.add("indices", tiny.graph.indices)
         out.add("table.x", torch.zeros(39, 2))
-        out.commit(
-            name="a",
-            num_nodes=40,
-            num_edges=200,
-            task="single",
-            num_classes=2,
-            num_splits=0,
-            tables={"x": -1},
-            meta={},
-        )
-    with pytest.raises(ValueError, match=r"do not fit together \(Table 'x' has 39 rows for 40 nodes"):
+        out.commit(**fields, tables={"x": -1})
+    with pytest.raises(ValueError, match="Table 'x' has 39 rows for 40 nodes"):
         store.open_folder(tmp_path / "a")
     with store.FolderWriter(tmp_path / "a") as out:
         out.add("indptr", tiny.graph.indptr)
-        out.commit(
-            name="a",
-            num_nodes=40,
-            num_edges=200,
-            task="single",
-            num_classes=2,
-            num_splits=0,
-            tables={},
-            meta={},
-        )
-    with pytest.raises(ValueError, match="the array 'indices' is missing"):
+        out.commit(**fields, tables={})
+    with pytest.raises(ValueError, match="array 'indices' is missing"):
         store.open_folder(tmp_path / "a")
 
 

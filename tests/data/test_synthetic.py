@@ -27,9 +27,7 @@ def assert_same(a: Dataset, b: Dataset) -> None:
     assert torch.equal(a.graph.indptr, b.graph.indptr)
     assert torch.equal(a.graph.indices, b.graph.indices)
     assert torch.equal(a.x.read(everyone), b.x.read(everyone))
-    assert a.y is not None
-    assert b.y is not None
-    assert torch.equal(a.y, b.y)
+    assert torch.equal(a.labels, b.labels)
     assert all(torch.equal(a.splits[name], b.splits[name]) for name in ("train", "valid", "test"))
 
 
@@ -39,8 +37,7 @@ def test_counts_are_exact_and_contents_valid() -> None:
     assert (dataset.num_nodes, dataset.num_edges, dataset.num_features) == (5000, 100_000, 8)
     assert [ids.numel() for ids in dataset.splits.values()] == [1000, 500, 3500]
     assert torch.cat(list(dataset.splits.values())).unique().numel() == 5000
-    assert dataset.y is not None
-    assert torch.bincount(dataset.y).tolist() == [500] * 10
+    assert torch.bincount(dataset.labels).tolist() == [500] * 10
     assert dataset.graph.self_loops.numel() == 0
 
 
@@ -116,19 +113,17 @@ def test_a_device_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 def test_homophily_is_the_share_of_edges_from_the_own_class() -> None:
     for homophily in (0.0, 0.4, 1.0):
         dataset = planted_partition(SMALL, homophily=homophily)
-        assert dataset.y is not None
         src, dst = dataset.graph.edge_index()
-        share = float((dataset.y[src] == dataset.y[dst]).float().mean())
+        share = float((dataset.labels[src] == dataset.labels[dst]).float().mean())
         assert abs(share - (homophily + (1 - homophily) / 10)) < 0.02
 
 
 def test_features_are_the_class_mean_and_unit_noise() -> None:
     dataset = planted_partition(SMALL, signal=3.0)
-    assert dataset.y is not None
     rows = dataset.x.read(torch.arange(5000))
-    centers = torch.stack([rows[dataset.y == c].mean(0) for c in range(10)])
+    centers = torch.stack([rows[dataset.labels == c].mean(0) for c in range(10)])
     assert torch.allclose(centers.norm(dim=1), torch.full((10,), 3.0), atol=0.3)
-    assert torch.allclose((rows - centers[dataset.y]).std(0), torch.ones(8), atol=0.03)
+    assert torch.allclose((rows - centers[dataset.labels]).std(0), torch.ones(8), atol=0.03)
     assert planted_partition(SMALL, dtype="bfloat16").x.dtype == torch.bfloat16
 
 
@@ -191,7 +186,6 @@ def test_settings_are_checked(changes: dict, message: str) -> None:
 
 def fit(features: torch.Tensor, dataset: Dataset) -> float:
     """Test accuracy of a linear classifier on fixed features."""
-    assert dataset.y is not None
     torch.manual_seed(0)
     layer = torch.nn.Linear(features.size(1), dataset.num_classes)
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
@@ -199,10 +193,10 @@ def fit(features: torch.Tensor, dataset: Dataset) -> float:
     test = dataset.splits["test"]
     for _ in range(60):
         optimizer.zero_grad()
-        cross_entropy(layer(features[train]), dataset.y[train]).backward()
+        cross_entropy(layer(features[train]), dataset.labels[train]).backward()
         optimizer.step()
     with torch.no_grad():
-        return float((layer(features[test]).argmax(1) == dataset.y[test]).float().mean())
+        return float((layer(features[test]).argmax(1) == dataset.labels[test]).float().mean())
 
 
 def test_neighbours_tell_the_class_of_the_demo_graph_and_own_features_hardly_do() -> None:

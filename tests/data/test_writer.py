@@ -40,7 +40,7 @@ def test_a_full_disk_leaves_the_old_folder_and_says_so(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writer.ArrayWriter, "append", full)
-    with pytest.raises(ValueError, match=r"The disk is full: free some space for .*data, or write to") as caught:
+    with pytest.raises(ValueError, match=r"disk is full: .*data, or") as caught:
         tiny.save(target)
     assert "\n" not in str(caught.value)
     assert hidden_names(target) == []
@@ -51,14 +51,14 @@ def test_a_folder_that_may_not_be_written_is_named(
     tiny: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"Cannot write .*inner .*: choose another folder"):
+    with pytest.raises(ValueError, match=r"Cannot write .*inner"):
         tiny.save(tmp_path / "file" / "inner")
 
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
-    with pytest.raises(ValueError, match=r"Permission denied\): choose another folder"):
+    with pytest.raises(ValueError, match=r"Permission denied\): choose"):
         tiny.save(tmp_path / "new")
 
 
@@ -67,7 +67,7 @@ def test_only_datasets_and_empty_folders_are_replaced(tiny: Dataset, tmp_path: P
     tiny.save(tmp_path / "mine")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("precious")
-    with pytest.raises(ValueError, match="is not a dataset: choose a new or an empty folder"):
+    with pytest.raises(ValueError, match=r"not a dataset: .*empty folder"):
         tiny.save(tmp_path / "thesis")
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):

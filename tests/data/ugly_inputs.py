@@ -11,6 +11,7 @@ import gzip
 import logging
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,13 @@ from scipy import sparse
 from torch_geometric.data import Data
 
 import hopline as hl
-from hopline.data import original_ids
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.formats.npz import from_npz
 from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.formats.pyg import from_pyg
+from hopline.data.ids import original_ids
 from hopline.data.options import Columns
 from hopline.run import commands
 from hopline.run.settings import ConvertConfig
@@ -55,11 +56,8 @@ class Case(NamedTuple):
 
 def csv(folder: Path, edges: str | bytes, nodes: str | bytes | None = None, **arguments: Any) -> Dataset:
     """A dataset from the texts of an edge file and a node file."""
-    files = {"edges.csv": edges, "nodes.csv": nodes}
-    for name, text in files.items():
-        if text is not None:
-            (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
-    return from_csv(folder / "edges.csv", None if nodes is None else folder / "nodes.csv", **arguments)
+    edge_file = write(folder / "edges.csv", edges)
+    return from_csv(edge_file, None if nodes is None else write(folder / "nodes.csv", nodes), **arguments)
 
 
 def tables(folder: Path, edges: dict[str, Any], nodes: Any = None, **arguments: Any) -> Dataset:
@@ -86,8 +84,8 @@ def convert_source(folder: Path, source: Path, *overrides: str) -> Dataset:
     return commands.convert(str(source), folder / "out", override(ConvertConfig(), list(overrides)))
 
 
-def write_text(path: Path, text: str) -> Path:
-    path.write_text(text)
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
 
 
@@ -119,12 +117,6 @@ def broken_parquet(folder: Path, break_: Callable[[bytes], bytes], nodes: bool) 
 def data(**fields: Any) -> Dataset:
     """A dataset from a PyG `Data` of 3 nodes and, if there are no others, 2 edges."""
     return from_pyg(Data(**({"edge_index": torch.tensor([[0, 1], [1, 2]]), "num_nodes": 3} | fields)))
-
-
-def weights_of_chunks(*weights: Any, folder: Path | None = None) -> list[Any]:
-    """The edge weights of a graph whose chunks of edges have weights of different types."""
-    chunks = [(np.array([[0] * len(w), [1] * len(w)]), {"weight": np.array(w)}) for w in weights]
-    return from_edges(chunks, num_nodes=2, folder=folder).graph.edge["weight"].tolist()
 
 
 # ---- what is read
@@ -160,27 +152,118 @@ SHUFFLED = arrow.table({"id": [2, 0, 1], "f": [0.2, 0.0, 0.1], "__index_level_0_
     {"pandas": '{"index_columns": ["__index_level_0__"], "columns": [], "column_indexes": []}'}
 )
 FEATURES_3 = np.zeros((3, 1), np.float32)
+LABELLED_3 = {"x": FEATURES_3, "y": [0, 1, 0]}
+FIXED_LISTS = arrow.array([[1.0, 2.0], None, [3.0, 4.0]], arrow.list_(arrow.float32(), 2))
+UINT64 = arrow.array([int(HASHES[0])], arrow.uint64())
+NEEDS_UTF_8 = "edges.csv is not in UTF-8: save it as UTF-8"
+
+MAPPED = {
+    "CSV: ids above 2^53 beside an id with '.0'": (f"src,dst\n{NEAR[0]},{NEAR[1]}\n5.0,7\n", [5, 7, *NEAR]),
+    "CSV: dates as ids": ("src,dst\n2020-01-01,2020-01-02\n", ["2020-01-01", "2020-01-02"]),
+    "CSV: true and false as ids": ("src,dst\ntrue,false\n", ["false", "true"]),
+    "Parquet: true and false as ids": ({"src": [True, False], "dst": [False, False]}, ["false", "true"]),
+    "Parquet: uint64 ids above 2^63": (HASHED, HASHES),
+    "Parquet: uint64 beside int64": ({"src": arrow.array([-1]), "dst": UINT64}, ["-1", HASHES[0]]),
+}
+"""By the name of a case: edges read with ids=map, and the ids that they have."""
+NOT_MAPPED = {
+    "CSV: the ids 'a' and 'a' with a zero byte": (b"src,dst\na,a\x00\n", "holds a zero byte in row 0"),
+    "CSV: Latin-1 letters": ("src,dst\nzoë,bob\n".encode("latin-1"), NEEDS_UTF_8),
+    "CSV: no edges": ("src,dst\n", "edges.csv holds no edges"),
+    "CSV: an endpoint of spaces": ("src,dst\na,  \n", "edge 0: there is no node id"),
+    "Parquet: the ids 'a' and 'a' with a zero byte": ({"src": ["a"], "dst": ["a\x00"]}, "holds a zero byte in row 0"),
+    "Parquet: a null endpoint": ({"src": ["a", "b"], "dst": ["b", None]}, "edge 1: there is no node id"),
+    "Parquet: 0.25, 0.75, 1.5": ({"src": [0.25, 0.75], "dst": [0.75, 1.5]}, "edge 0: node id 0.25 is not a whole"),
+    "Parquet: float ids above 2^53": (
+        {"src": [1.0, 2.0**60], "dst": [2.0, 3.0]},
+        "edge 1: node id 1.152921504606847e+18",
+    ),
+}
+"""Edges refused with ids=map, and words of the refusal."""
+CSV_REFUSED = {
+    "1_0 as a node number": ("src,dst\n1_0,10\n", None, "edge 0: node id '1_0' is not a number"),
+    "a column name twice": (LINES, "id,f,f\n0,1,2\n1,3,4\n2,5,6\n", "nodes.csv has 2 columns 'f': rename one"),
+    "UTF-16 (Excel's Unicode text)": (LINES.encode("utf-16"), None, NEEDS_UTF_8),
+    "an empty edge file": ("", None, "edges.csv is empty"),
+    "an empty node file": (LINES, "", "nodes.csv is empty"),
+    "a split that is not known": (
+        LINES,
+        "id,f,split\n0,1,train\n1,2,tets\n2,3,\n",
+        "split 'tets' is not known",
+    ),
+    "a node file without names": (
+        LINES,
+        "0,0.5,1\n1,0.1,0\n2,0.2,0\n",
+        "the first line of nodes.csv must",
+    ),
+    "a node file with its first line alone": (LINES, "id,f\n", "nodes.csv holds no nodes: add a row"),
+    "a pandas index without an id column, shuffled": (LINES, ",f\n2,7\n0,5\n1,6\n", "holds each node number once"),
+    "NaN among the features": (LINES, "id,f,g\n0,1,1\n1,2,\n2,3,3\n", "nodes.csv: column 'g' holds nan in row 1"),
+    "a feature too large for float32": (
+        LINES,
+        "id,f\n0,1\n1,1e300\n2,3\n",
+        "nodes.csv: column 'f' holds 1e+300 in row 1",
+    ),
+}
+"""The texts of an edge file and a node file, and words of the refusal."""
+LISTS_REFUSED = {
+    "a null among feature lists": ([[1.0, 2.0], None, [3.0, 4.0]], "column 'x' has no list in row 1"),
+    "a null among lists of a fixed size": (FIXED_LISTS, "column 'x' has no list in row 1"),
+    "a null in a feature list": (
+        [[1.0, 2.0], [3.0, None], [5.0, 6.0]],
+        "nodes.parquet: column 'x' holds nan in row 1, entry 1: fill",
+    ),
+    "lists of texts as features": ([["a"], ["b"], ["c"]], "column 'x' holds lists of string: store lists of numbers"),
+}
+"""A column of features in a Parquet file, and words of the refusal."""
+NPZ_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "val_mask beside valid_idx": (
+        LABELLED_3 | {"val_mask": [False, True, False], "valid_idx": [1]},
+        "val_mask and valid_idx",
+    ),
+    "edge_attr of another length": ({"edge_attr": [[0.5]]}, "Edge array 'attr' has 1 rows for 2 edges"),
+    "weight where there are as many nodes as edges": (
+        {"x": FEATURES_3, "edge_index": [[0, 1, 2], [1, 2, 0]], "weight": [0.5, 0.25, 0.1]},
+        "'weight' has 3 rows, one per node or one per edge",
+    ),
+    "CSR columns above int32": (
+        {"x_data": [1.0], "x_indices": np.array([2**32]), "x_indptr": [0, 1, 1, 1], "x_shape": [3, 2**33]},
+        "x_indices holds 4294967296",
+    ),
+    "sparse features without x_shape": ({"x_data": [1.0], "x_indices": [0], "x_indptr": [0, 1]}, "has no x_shape"),
+    "complex features": ({"x": FEATURES_3.astype(np.complex64)}, "'x' holds complex64 where numbers should be"),
+    "x of one dimension": ({"x": np.zeros(3)}, "x has shape [3]: give one row per node, [3, 1]"),
+    "x a single number": ({"x": np.array(3.0)}, "array 'x' is a single number"),
+    "x of texts": ({"x": np.array([["a"], ["b"], ["c"]])}, "'x' holds <U1 where numbers should be"),
+    "y of texts": ({"x": FEATURES_3, "y": np.array(["a", "b", "c"])}, "'y' holds <U1 where numbers should be"),
+    "edges of one dimension": ({"edge_index": [0, 1]}, "Edges must be whole numbers [2, E]"),
+    "edges [E, 2]": ({"edge_index": np.array([[0, 1], [1, 2], [2, 3]])}, "Edges must be whole numbers [2, E]"),
+    "no edges, and nothing else": ({"edge_index": np.zeros((2, 0), int)}, "give num_nodes="),
+    "a node number of 10^12": ({"edge_index": [[0], [10**12]]}, "Node ids go up to 1000000000000 for only 1 edges"),
+    "a mask of 0 and 1": (LABELLED_3 | {"train_mask": [1, 1, 0]}, "make it a boolean mask"),
+    "the label infinity": (LABELLED_3 | {"y": [0, 1, np.inf]}, "A label is inf"),
+    "a label of 3e8": (LABELLED_3 | {"y": [0, 1, 300_000_000]}, "A label is 300000000"),
+}
+"""The arrays of an `.npz` file beside edges 0 -> 1 -> 2, and words of the refusal."""
+
+
+def mapped(folder: Path, edges: Any) -> list[Any]:
+    """The ids of edges in a text or in columns, read with ids=map."""
+    if isinstance(edges, dict):
+        return ids(tables(folder, edges, ids="map"))
+    return ids(csv(folder, edges, ids="map"))
+
 
 CASES = [
+    *(Case(f"{name}, ids=map", partial(mapped, edges=edges), right) for name, (edges, right) in MAPPED.items()),
+    *(Case(f"{name}, ids=map", partial(mapped, edges=e), refused=words) for name, (e, words) in NOT_MAPPED.items()),
+    *(Case(f"CSV: {name}", partial(csv, edges=e, nodes=n), refused=w) for name, (e, n, w) in CSV_REFUSED.items()),
+    *(
+        Case(f"Parquet: {name}", partial(tables, edges=EDGES, nodes={"id": [0, 1, 2], "x": lists}), refused=words)
+        for name, (lists, words) in LISTS_REFUSED.items()
+    ),
+    *(Case(f"npz: {name}", partial(npz, **arrays), refused=words) for name, (arrays, words) in NPZ_REFUSED.items()),
     # ---- ids
-    Case("CSV, ids=map: hashes above 2^63", lambda f: ids(csv(f, f"src,dst\n{','.join(HASHES)}\n", ids="map")), HASHES),
-    Case(
-        "CSV, ids=map: ids above 2^53 beside an id with '.0'",
-        lambda f: ids(csv(f, f"src,dst\n{NEAR[0]},{NEAR[1]}\n5.0,7\n", ids="map")),
-        [5, 7, *NEAR],
-    ),
-    Case(
-        "Parquet, ids=map: uint64 ids above 2^63",
-        lambda f: ids(tables(f, HASHED, ids="map")),
-        HASHES,
-    ),
-    Case(
-        "Parquet, ids=map: uint64 beside int64",
-        lambda f: ids(
-            tables(f, {"src": arrow.array([-1]), "dst": arrow.array([int(HASHES[0])], arrow.uint64())}, ids="map")
-        ),
-        ["-1", HASHES[0]],
-    ),
     Case(
         "Parquet, ids=map: uint64 ids above 2^63 in the node file",
         lambda f: ids(
@@ -198,196 +281,33 @@ CASES = [
         lambda f: tables(f, HASHED),
         refused="edge 0: node id 14695981039346656037 is too large for a node number: let ids=map number the nodes",
     ),
-    Case(
-        "Parquet, ids=map: float ids above 2^53",
-        lambda f: ids(tables(f, {"src": [1.0, 2.0**60], "dst": [2.0, 3.0]}, ids="map")),
-        refused="edge 1: node id 1.152921504606847e+18 is a floating-point number",
-    ),
-    Case(
-        "CSV, ids=map: 001, 01 and 1", lambda f: ids(csv(f, "src,dst\n001,01\n01,1\n", ids="map")), ["001", "01", "1"]
-    ),
-    Case(
-        "CSV, ids=map: 001 in the edge file, 1 in the node file",
-        lambda f: csv(f, "src,dst\n001,2\n", "id,f\n1,0.5\n2,0.7\n", ids="map"),
-        refused="edges.csv, edge 0: node 001 is not in the node file",
-    ),
-    Case(
-        "CSV, ids=map: 1.0 and 1 (a column of floats from pandas)",
-        lambda f: ids(csv(f, "src,dst\n1,2.0\n2,1.0\n", ids="map")),
-        [1, 2],
-    ),
-    Case("CSV, ids=map: a space before a number", lambda f: ids(csv(f, "src,dst\n1, 2\n2, 1\n", ids="map")), [1, 2]),
-    Case(
-        "CSV, ids=map: 1e+05 (100000 as R writes it) beside 100000",
-        lambda f: csv(f, "src,dst\n1,2\n1e+05,100000\n", ids="map"),
-        refused="edge 1: node id 1e+05 is not a whole number",
-    ),
-    Case(
-        "CSV, ids=map: hashes of which some look like numbers (12e5)",
-        lambda f: ids(csv(f, "src,dst\n12e5,1200000\na3f1,0b7d\n", ids="map")),
-        ["0b7d", "1200000", "12e5", "a3f1"],
-    ),
-    Case(
-        "CSV, ids=map: 0.25, 0.75, 1.5",
-        lambda f: csv(f, "src,dst\n0.25,0.75\n0.75,1.5\n", ids="map"),
-        refused="edge 0: node id 0.25 is not a whole number",
-    ),
-    Case(
-        "Parquet, ids=map: 0.25, 0.75, 1.5",
-        lambda f: tables(f, {"src": [0.25, 0.75], "dst": [0.75, 1.5]}, ids="map"),
-        refused="edge 0: node id 0.25 is not a whole number",
-    ),
-    Case(
-        "Parquet, ids=map: float ids in the node file, 0.25 and 0.75",
-        lambda f: tables(f, {"src": [0], "dst": [0]}, {"id": [0.25, 0.75], "f": [1.0, 2.0]}, ids="map"),
-        refused="nodes.parquet, row 0: node id 0.25 is not a whole number",
-    ),
-    Case(
-        "CSV, ids=map: the ids 'a' and 'a' with a zero byte",
-        lambda f: csv(f, b"src,dst\na,a\x00\n", ids="map"),
-        refused="holds a zero byte in row 0",
-    ),
-    Case(
-        "Parquet, ids=map: the ids 'a' and 'a' with a zero byte",
-        lambda f: tables(f, {"src": ["a"], "dst": ["a\x00"]}, ids="map"),
-        refused="holds a zero byte in row 0",
-    ),
-    Case(
-        "CSV, ids=map: an empty endpoint among texts",
-        lambda f: csv(f, 'src,dst\na,b\nb,""\n', ids="map"),
-        refused="edge 1: there is no node id",
-    ),
-    Case(
-        "Parquet, ids=map: a null endpoint among texts",
-        lambda f: tables(f, {"src": ["a", "b"], "dst": ["b", None]}, ids="map"),
-        refused="edge 1: there is no node id",
-    ),
-    Case(
-        "CSV, ids=map: the id NA (Namibia)",
-        lambda f: ids(csv(f, "src,dst\nNA,DE\nDE,FR\n", ids="map")),
-        ["DE", "FR", "NA"],
-    ),
-    Case(
-        "CSV, ids=map: dates as ids",
-        lambda f: ids(csv(f, "src,dst\n2020-01-01,2020-01-02\n", ids="map")),
-        ["2020-01-01", "2020-01-02"],
-    ),
-    Case(
-        "CSV, ids=map: true and false as ids",
-        lambda f: ids(csv(f, "src,dst\ntrue,false\n", ids="map")),
-        ["false", "true"],
-    ),
-    Case(
-        "Parquet, ids=map: true and false as ids",
-        lambda f: ids(tables(f, {"src": [True, False], "dst": [False, False]}, ids="map")),
-        ["false", "true"],
-    ),
-    Case("CSV, ids=map: 1_0 and 10", lambda f: ids(csv(f, "src,dst\n1_0,10\n", ids="map")), ["10", "1_0"]),
-    Case(
-        "CSV: 1_0 as a node number",
-        lambda f: csv(f, "src,dst\n1_0,10\n"),
-        refused="edge 0: node id '1_0' is not a number",
-    ),
-    Case(
-        "Parquet: a node number above 2^53 in a column of floats",
-        lambda f: tables(f, {"src": [1.0, 2.0**53 + 2], "dst": [0.0, 0.0]}, num_nodes=4),
-        refused="edge 1: node id 9007199254740994.0 is a floating-point number",
-    ),
     # ---- the shape of text files
-    Case(
-        "CSV: a column name twice in the node file",
-        lambda f: csv(f, LINES, "id,f,f\n0,1,2\n1,3,4\n2,5,6\n"),
-        refused="nodes.csv has 2 columns 'f': rename one",
-    ),
-    Case(
-        "CSV: a column name twice in the edge file",
-        lambda f: csv(f, "src,dst,dst\n0,1,2\n"),
-        refused="edges.csv has 2 columns 'dst': rename one",
-    ),
     Case("CSV: UTF-8 with a byte-order mark (Excel)", lambda f: csv(f, b"\xef\xbb\xbf" + LINES.encode()).num_edges, 2),
-    Case(
-        "CSV: UTF-16 (Excel's Unicode text)",
-        lambda f: csv(f, LINES.encode("utf-16")),
-        refused="edges.csv is not in UTF-8: save it as UTF-8",
-    ),
-    Case(
-        "CSV, ids=map: Latin-1 letters",
-        lambda f: csv(f, "src,dst\nzoë,bob\n".encode("latin-1"), ids="map"),
-        refused="edges.csv is not in UTF-8: save it as UTF-8",
-    ),
-    Case("CSV: an empty edge file", lambda f: csv(f, ""), refused="edges.csv is empty"),
-    Case("CSV: an empty node file", lambda f: csv(f, LINES, ""), refused="nodes.csv is empty"),
-    Case(
-        "CSV: a node file with its first line alone",
-        lambda f: csv(f, LINES, "id,f\n"),
-        refused="nodes.csv holds no nodes: add a row for each",
-    ),
     Case("CSV: empty lines before the names", lambda f: csv(f, "\n\n" + LINES).num_edges, 2),
     Case("CSV: spaces after commas, in the names too", lambda f: csv(f, LINES.replace(",", ", ")).num_edges, 2),
-    Case("CSV, ids=map: no edges", lambda f: csv(f, "src,dst\n", ids="map"), refused="edges.csv holds no edges"),
-    Case(
-        "CSV, ids=map: an endpoint of spaces",
-        lambda f: csv(f, "src,dst\na,  \n", ids="map"),
-        refused="edge 0: there is no node id",
-    ),
-    Case("edges.CSV on the command line", lambda f: convert_source(f, write_text(f / "edges.CSV", LINES)).num_edges, 2),
+    Case("edges.CSV on the command line", lambda f: convert_source(f, write(f / "edges.CSV", LINES)).num_edges, 2),
     Case(
         "CSV: a comma after every line", lambda f: x(csv(f, LINES, "id,f,\n0,1,\n1,2,\n2,3,\n")), [[1.0], [2.0], [3.0]]
     ),
     Case("CSV: Windows line ends", lambda f: csv(f, LINES.replace("\n", "\r\n")).num_edges, 2),
-    Case("CSV: a line with too few columns", lambda f: csv(f, LINES + "2\n"), refused="edges.csv"),
     Case(
         "CSV: a truncated .csv.gz",
         lambda f: from_csv(
-            _write_bytes(f / "edges.csv.gz", gzip.compress(b"src,dst\n" + b"0,1\n1,2\n" * 5000)[:-20]), num_nodes=3
+            write(f / "edges.csv.gz", gzip.compress(b"src,dst\n" + b"0,1\n1,2\n" * 5000)[:-20]), num_nodes=3
         ),
         refused="edges.csv.gz",
     ),
     Case(
         ".tsv on the command line",
-        lambda f: convert_source(f, write_text(f / "edges.tsv", "src\tdst\n0\t1\n")).num_edges,
+        lambda f: convert_source(f, write(f / "edges.tsv", "src\tdst\n0\t1\n")).num_edges,
         1,
     ),
     Case(
         "columns separated by spaces, columns.delimiter=space",
-        lambda f: convert_source(f, write_text(f / "edges.txt", "src dst\n0 1\n"), "columns.delimiter=space").num_edges,
-        1,
-    ),
-    Case(
-        "columns separated by tabs, columns.delimiter=tab",
-        lambda f: convert_source(f, write_text(f / "edges.csv", "src\tdst\n0\t1\n"), "columns.delimiter=tab").num_edges,
+        lambda f: convert_source(f, write(f / "edges.txt", "src dst\n0 1\n"), "columns.delimiter=space").num_edges,
         1,
     ),
     # ---- features
-    Case(
-        "Parquet: feature lists of unequal length",
-        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [[1.0, 2.0], [3.0, 4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]}),
-        refused="column 'x' has a list of 4 numbers in row 1 and of 2 before: make them equally long",
-    ),
-    Case(
-        "Parquet: a null among feature lists",
-        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [[1.0, 2.0], None, [3.0, 4.0]]}),
-        refused="column 'x' has no list in row 1",
-    ),
-    Case(
-        "Parquet: a null in a feature list",
-        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [[1.0, 2.0], [3.0, None], [3.0, 4.0]]}),
-        refused="nodes.parquet: column 'x' holds nan in row 1, entry 1: fill it in",
-    ),
-    Case(
-        "Parquet: a null among lists of a fixed size",
-        lambda f: tables(
-            f,
-            EDGES,
-            {"id": [0, 1, 2], "x": arrow.array([[1.0, 2.0], None, [3.0, 4.0]], arrow.list_(arrow.float32(), 2))},
-        ),
-        refused="column 'x' has no list in row 1",
-    ),
-    Case(
-        "Parquet: lists of texts as features",
-        lambda f: tables(f, EDGES, {"id": [0, 1, 2], "x": [["a"], ["b"], ["c"]]}),
-        refused="column 'x' holds lists of string: store lists of numbers",
-    ),
     Case(
         "Parquet: a shuffled pandas frame, whose index is a column",
         lambda f: x(tables(f, EDGES, SHUFFLED)),
@@ -407,21 +327,6 @@ CASES = [
         told="not taken: Unnamed: 0 (the index of a table)",
     ),
     Case(
-        "CSV: a pandas index without an id column, rows shuffled",
-        lambda f: csv(f, LINES, ",f\n2,7\n0,5\n1,6\n"),
-        refused="holds each node number once",
-    ),
-    Case(
-        "CSV: NaN among the features",
-        lambda f: csv(f, LINES, "id,f,g\n0,1,1\n1,2,\n2,3,3\n"),
-        refused="nodes.csv: column 'g' holds nan in row 1",
-    ),
-    Case(
-        "CSV: a feature too large for float32",
-        lambda f: csv(f, LINES, "id,f\n0,1\n1,1e300\n2,3\n"),
-        refused="nodes.csv: column 'f' holds 1e+300 in row 1",
-    ),
-    Case(
         "CSV: decimal commas",
         lambda f: csv(f, LINES.replace(",", ";"), "id;f\n0;0,5\n1;0,7\n2;0,9\n", columns=Columns(delimiter=";")),
         refused="column 'f' holds text",
@@ -433,47 +338,12 @@ CASES = [
         told="label 'NA' in row 1",
     ),
     Case(
-        "CSV: the label NA among numbers",
-        lambda f: labels(csv(f, LINES, "id,f,label\n0,1,0\n1,2,NA\n2,3,1\n")),
-        [0, -1, 1],
+        "CSV: classes that never occur",
+        lambda f: labels(csv(f, LINES, "id,f,label\n0,0.5,100\n1,0.1,300\n2,0.3,\n")),
+        [100, 300, -1],
+        told="301 classes, of which 2",
     ),
     # ---- edge arrays
-    Case(
-        "edge weights 1, 2 in the first chunk, 0.5, 0.25 in the next",
-        lambda f: weights_of_chunks([1, 2], [0.5, 0.25]),
-        [1, 2, 0.5, 0.25],
-    ),
-    Case(
-        "the same into a folder",
-        lambda f: weights_of_chunks([1, 2], [0.5, 0.25], folder=f / "out"),
-        [1, 2, 0.5, 0.25],
-    ),
-    Case(
-        "edge times that a float cannot hold, beside fractions",
-        lambda f: weights_of_chunks([2**53 + 1], [0.5]),
-        refused="Edge array 'weight' holds 9007199254740993",
-    ),
-    Case(
-        "from_edges(path, edge=...)",
-        lambda f: edge(
-            from_edges(_write_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5, 0.25])}, chunk_edges=1)
-        ),
-        [0.5, 0.25],
-    ),
-    Case(
-        "from_edges(chunks, edge=...)",
-        lambda f: edge(
-            from_edges(
-                [np.array([[0], [1]]), np.array([[1], [2]])], num_nodes=3, edge={"weight": np.array([0.5, 0.25])}
-            )
-        ),
-        [0.5, 0.25],
-    ),
-    Case(
-        "from_edges(path, edge=...) with too few rows",
-        lambda f: from_edges(_write_npy(f / "e.npy", [[0, 1], [1, 2]]), edge={"weight": np.array([0.5])}),
-        refused="Edge array 'weight' has 1 rows for 2 edges",
-    ),
     Case(
         "an edge array of no dimension",
         lambda f: from_edges(np.array([[0], [1]]), edge={"weight": np.array(0.5)}),
@@ -487,16 +357,13 @@ CASES = [
     ),
     Case(
         ".npy edges with a node file",
-        lambda f: x(
-            convert_source(f, _write_npy(f / "e.npy", [[0, 1], [1, 2]]), f"nodes={write_text(f / 'n.csv', NODES)}")
-        ),
+        lambda f: x(convert_source(f, _write_npy(f / "e.npy", [[0, 1], [1, 2]]), f"nodes={write(f / 'n.csv', NODES)}")),
         [[5.0], [6.0], [7.0]],
     ),
-    Case("a .npy file that is not there", lambda f: from_edges(f / "none.npy"), refused="There is no file none.npy"),
     Case("edges as big-endian numbers", lambda f: from_edges(np.array([[0, 1], [1, 2]], ">i4")).num_edges, 2),
     Case(
         "a .npy file of edges that is truncated",
-        lambda f: from_edges(_write_bytes(f / "e.npy", _write_npy(f / "e.npy", [[0, 1], [1, 2]]).read_bytes()[:-8])),
+        lambda f: from_edges(write(f / "e.npy", _write_npy(f / "e.npy", [[0, 1], [1, 2]]).read_bytes()[:-8])),
         refused="e.npy is damaged",
     ),
     # ---- npz
@@ -512,17 +379,7 @@ CASES = [
         lambda f: splits(npz(f, x=FEATURES_3, y=[0, 1, 0], train_idx=[2], valid_idx=[1], test_idx=[0])),
         {"train": [2], "valid": [1], "test": [0]},
     ),
-    Case(
-        "npz: val_mask beside valid_idx",
-        lambda f: npz(f, x=FEATURES_3, y=[0, 1, 0], val_mask=[False, True, False], valid_idx=[1]),
-        refused="val_mask and valid_idx",
-    ),
     Case("npz: edge_time of length E", lambda f: edge(npz(f, x=FEATURES_3, edge_time=[7, 8]), "time"), [7, 8]),
-    Case(
-        "npz: edge_attr of another length",
-        lambda f: npz(f, x=FEATURES_3, edge_attr=[[0.5]]),
-        refused="Edge array 'attr' has 1 rows for 2 edges",
-    ),
     Case(
         "npz: an array of 5 rows",
         lambda f: npz(f, x=FEATURES_3, extra=np.zeros(5)).num_edges,
@@ -530,72 +387,6 @@ CASES = [
         told="not taken: extra [5]",
     ),
     Case("npz: weight of length E", lambda f: edge(npz(f, x=FEATURES_3, weight=[0.5, 0.25])), [0.5, 0.25]),
-    Case(
-        "npz: weight where there are as many nodes as edges",
-        lambda f: npz(f, x=FEATURES_3, edge_index=[[0, 1, 2], [1, 2, 0]], weight=[0.5, 0.25, 0.1]),
-        refused="'weight' has 3 rows, one per node or one per edge",
-    ),
-    Case(
-        "npz: CSR columns above int32",
-        lambda f: npz(
-            f, x_data=[1.0], x_indices=np.array([2**32], np.int64), x_indptr=[0, 1, 1, 1], x_shape=[3, 2**33]
-        ),
-        refused="x_indices holds 4294967296",
-    ),
-    Case(
-        "npz: complex features",
-        lambda f: npz(f, x=FEATURES_3.astype(np.complex64)),
-        refused="'x' holds complex64 where numbers should be",
-    ),
-    Case(
-        "npz: x of one dimension",
-        lambda f: npz(f, x=np.zeros(3)),
-        refused="x has shape [3]: give one row per node, [3, 1]",
-    ),
-    Case("npz: x a single number", lambda f: npz(f, x=np.array(3.0)), refused="array 'x' is a single number"),
-    Case(
-        "npz: edges of one dimension", lambda f: npz(f, edge_index=[0, 1]), refused="Edges must be whole numbers [2, E]"
-    ),
-    Case(
-        "npz: no edges, and nothing else", lambda f: npz(f, edge_index=np.zeros((2, 0), int)), refused="give num_nodes="
-    ),
-    Case(
-        "npz: a node number of 10^12",
-        lambda f: npz(f, edge_index=[[0], [10**12]]),
-        refused="Node ids go up to 1000000000000 for only 1 edges",
-    ),
-    Case(
-        "npz: sparse features without x_shape",
-        lambda f: npz(f, x_data=[1.0], x_indices=[0], x_indptr=[0, 1]),
-        refused="has no x_shape",
-    ),
-    Case(
-        "npz: a mask of 0 and 1",
-        lambda f: npz(f, x=FEATURES_3, y=[0, 1, 0], train_mask=[1, 1, 0]),
-        refused="make it a boolean mask",
-    ),
-    Case("npz: the label infinity", lambda f: npz(f, x=FEATURES_3, y=[0, 1, np.inf]), refused="A label is inf"),
-    Case(
-        "npz: x of texts",
-        lambda f: npz(f, x=np.array([["a"], ["b"], ["c"]])),
-        refused="'x' holds <U1 where numbers should be",
-    ),
-    Case(
-        "npz: y of texts",
-        lambda f: npz(f, x=FEATURES_3, y=np.array(["a", "b", "c"])),
-        refused="'y' holds <U1 where numbers should be",
-    ),
-    Case("npz: uint64 edges", lambda f: npz(f, edge_index=np.array([[0, 1], [1, 2]], np.uint64)).num_edges, 2),
-    Case(
-        "npz: edges [E, 2]",
-        lambda f: npz(f, edge_index=np.array([[0, 1], [1, 2], [2, 3]])),
-        refused="Edges must be whole numbers [2, E]",
-    ),
-    Case(
-        "npz: a label of 3e8",
-        lambda f: npz(f, x=FEATURES_3, y=[0, 1, 300_000_000]),
-        refused="A label is 300000000",
-    ),
     Case(
         "npz: train and test overlap",
         lambda f: splits(npz(f, x=FEATURES_3, y=[0, 1, 0], train_idx=[0, 1], test_idx=[1, 2])),
@@ -618,13 +409,7 @@ CASES = [
         lambda f: convert_source(f, _save_dataset(f / "data"), "num_nodes=5"),
         refused="num_nodes= cannot be changed in",
     ),
-    Case(
-        ".npy edges, ids=map",
-        lambda f: convert_source(f, _write_npy(f / "e.npy", [[0], [1]]), "ids=map"),
-        refused="ids= is for edge lists",
-    ),
     # ---- OGB
-    Case("OGB folder ogbn_products", lambda f: ogb(f, "ogbn_products").num_edges, 6),
     Case("OGB folder ogbn-products", lambda f: ogb(f, "ogbn-products").num_edges, 6),
     Case(
         "OGB folder by a name of its own",
@@ -632,11 +417,6 @@ CASES = [
         refused="does not say whether OGB stores each edge once: type `hopline convert",
     ),
     Case("OGB folder by a name of its own, symmetrize=false", lambda f: ogb(f, "mine", symmetrize=False).num_edges, 3),
-    Case(
-        "OGB folder, symmetrize=false on the command line",
-        lambda f: (ogb(f, "ogbn_products"), convert_source(f, f / "ogbn_products", "symmetrize=false").num_edges)[1],
-        3,
-    ),
     # ---- PyG, SciPy, tables
     Case(
         "PyG: a node's time where N = E",
@@ -725,11 +505,6 @@ def _write_npy(path: Path, rows: Any) -> Path:
 def _save_dataset(folder: Path) -> Path:
     from_edges(np.array([[0, 1], [1, 2]])).save(folder)
     return folder
-
-
-def _write_bytes(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path
 
 
 def outcome(case: Case, folder: Path) -> tuple[str, str]:

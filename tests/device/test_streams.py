@@ -11,7 +11,7 @@ import torch
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.device import streams
 from hopline.methods.sampled import captured_step
 from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, EagerUnit

@@ -14,16 +14,15 @@ import torch.distributed as dist
 import hopline as hl
 from hopline.distributed.existing_group import (
     GroupResources,
-    HostRank,
     Introduction,
     backend_for,
     find_gpu,
-    find_host_ranks,
+    spec_of,
 )
 from hopline.distributed.heartbeat import NoHeartbeat
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.distributed.world import RankSpec, World
+from hopline.distributed.world import RankSpec, World, share_of_cores
 from hopline.util.errors import PeerError
 from tests.methods.full_batch import ranks as full_batch
 from tests.methods.historical import ranks as historical
@@ -78,7 +77,7 @@ def test_ranks_of_a_users_group_train_every_method_as_launched_ones(tmp_path: Pa
         assert result["historical"] == launched["historical"]
         assert result["full_batch"]["losses"] == launched["full_batch"]["losses"]
         assert result["full_batch"]["weights"] == launched["full_batch"]["weights"]
-        assert "no process is started under it: leave out devices=3" in result["refused"]
+        assert "leave out devices=3" in result["refused"]
     seats = [json.loads((tmp_path / f"seat{rank}").read_text()) for rank in range(2)]
     assert [(s["rank"], s["size"], s["local_rank"], s["local_size"], s["node"]) for s in seats] == [
         (0, 2, 0, 2, 0),
@@ -160,19 +159,19 @@ def test_exchanges_have_a_backend_for_the_device_of_the_model(
 def test_a_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: None)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "mpi")
-    with pytest.raises(ValueError, match=r"\(backend mpi\) has no store .* initialise .* with backend gloo or nccl"):
+    with pytest.raises(ValueError, match=r"backend mpi\) has no store .*gloo or nccl"):
         backend_for(torch.device("cpu"))
 
 
 def test_a_rank_that_makes_a_world_alone_is_told_what_to_type(tmp_path: Path):
     results = run_in_group("come_alone", tmp_path, 2)
-    assert "not all 2 ranks of the process group came together within 2 s" in results[0]["error"]
+    assert "not all 2 ranks" in results[0]["error"]
     assert "world=hl.World.alone()" in results[0]["error"]
 
 
 def test_a_store_that_serves_one_connection_still_ends_an_exchange_with_an_error(tmp_path: Path):
     results = run_in_group("die", tmp_path, 2, dies=1)
-    assert "a rank stopped answering, and the store of this process group cannot tell which" in results[0]["error"]
+    assert "a rank stopped answering" in results[0]["error"]
 
 
 def test_a_group_whose_store_cannot_be_cloned_has_no_heartbeat():
@@ -185,7 +184,7 @@ def test_a_group_whose_store_cannot_be_cloned_has_no_heartbeat():
     resources.groups.clear()
     assert isinstance(resources.running_heartbeat(), NoHeartbeat)
     resources.close("error X: y")
-    with pytest.raises(PeerError, match=r"left the others \(X: y\), so nothing can be exchanged: make a new Trainer"):
+    with pytest.raises(PeerError, match=r"\(X: y\).*make a new Trainer"):
         resources.running_heartbeat()
 
 
@@ -200,29 +199,18 @@ def test_a_group_of_one_rank_is_this_process_alone(tmp_path: Path):
         dist.destroy_process_group()
 
 
-def introduce(host: str, local_rank: int | None = None, node: int | None = None, cores: tuple[int, ...] = (0, 1)):
-    """What a rank says of itself: its host, and its place where a launcher has told it."""
-    return Introduction(host=host, local_rank=local_rank, node=node, cores=cores)
+def test_hosts_and_their_ranks_are_counted_in_the_order_of_the_ranks():
+    alternating = [Introduction(host=host) for host in ("a", "b", "a")]
+    specs = [spec_of(alternating, rank, "gloo", 60.0) for rank in range(3)]
+    assert [(spec.local_rank, spec.local_size, spec.node) for spec in specs] == [(0, 2, 0), (0, 1, 1), (1, 2, 0)]
 
 
-def host_rank(local_rank: int, local_size: int, node: int, num_sharing_cores: int) -> HostRank:
-    return HostRank(local_rank=local_rank, local_size=local_size, node=node, num_sharing_cores=num_sharing_cores)
-
-
-def test_places_are_those_of_the_launcher_or_counted_by_hosts():
-    # Nobody says anything, and ranks of two hosts alternate.
-    counted = [host_rank(0, 2, 0, 2), host_rank(0, 1, 1, 1), host_rank(1, 2, 0, 2)]
-    assert find_host_ranks([introduce("a"), introduce("b"), introduce("a")]) == counted
-    # The launcher says it all: other local ranks, other numbers of hosts.
-    by_launcher = [introduce("a", 1, 5), introduce("b", 0, 2), introduce("a", 0, 5)]
-    assert find_host_ranks(by_launcher) == [host_rank(1, 2, 5, 2), host_rank(0, 1, 2, 1), host_rank(0, 2, 5, 2)]
-    # What cannot be right is counted: a local rank twice, one host with two numbers, two hosts with one.
-    assert find_host_ranks([introduce("a", 0, 0), introduce("b", 0, 0), introduce("a", 0, 1)]) == counted
-    assert find_host_ranks([introduce("a", 0, 7), introduce("b", 0, 7), introduce("a", 1, 7)]) == counted
-    assert find_host_ranks([introduce("a", 0, 3), introduce("b"), introduce("a", 1, 3)]) == counted
-    # Ranks that are bound to cores of their own share none.
-    bound = find_host_ranks([introduce("a", cores=(0,)), introduce("a", cores=(1,)), introduce("a", cores=(1,))])
-    assert [one.num_sharing_cores for one in bound] == [1, 2, 2]
+def test_ranks_that_may_run_on_the_same_cores_share_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hopline.distributed.world.num_cores", lambda: 8)
+    monkeypatch.setattr("hopline.distributed.world.allowed_cores", lambda: [1])
+    assert share_of_cores([[0], [1], [1]]) == 4
+    assert share_of_cores([(1,)]) == 8
+    assert share_of_cores([[1]] * 9) == 1
 
 
 @pytest.fixture
@@ -271,12 +259,12 @@ def test_a_launchers_variables_without_a_group_are_warned_about(
 ):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert hl.World.current().size == 1
-    assert "WORLD_SIZE is 2, but torch.distributed is not initialised" in caplog.text
+    assert "WORLD_SIZE is 2" in caplog.text
     assert "RANK" not in os.environ
 
 
 def test_a_world_of_another_type_is_refused():
-    with pytest.raises(ValueError, match=r"world must be a World such as hl.World.current\(\), not str 'all'"):
+    with pytest.raises(ValueError, match=r"hl\.World\.current\(\), not str 'all'"):
         hl.Trainer(sage(small()), small(), world="all", show=False)  # type: ignore[arg-type]
 
 
@@ -284,5 +272,5 @@ def test_a_device_that_is_not_the_worlds_is_refused():
     from tests.support.runs import sage, small
 
     data = small()
-    with pytest.raises(ValueError, match=r"device='cuda' is asked for, and world= trains on cpu: .*hl.World.current\("):
+    with pytest.raises(ValueError, match=r"device='cuda' .*world= .*cpu: .*hl\.World\.current\("):
         hl.Trainer(sage(data), data, world=hl.World.current(), device="cuda")

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hopline.distributed import launch
-from hopline.distributed.environment import Task
+from hopline.distributed.environment import ALONE, Task
 from hopline.distributed.launch import _Child, _count_processes, _first_rank_spec, _make_error, run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World, device_of_rank
@@ -87,15 +87,15 @@ def test_devices_decides_how_many_processes_a_host_starts(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     two = LaunchSettings(devices=2)
     auto = LaunchSettings(devices="auto")
-    assert _count_processes(two, None, "cpu") == 2
+    assert _count_processes(two, ALONE, "cpu") == 2
     assert _count_processes(two, ONE_PER_NODE, "cpu") == 2
     assert _count_processes(two, LAUNCHED, "cpu") == 1  # srun has started two here already
     assert _count_processes(LaunchSettings(), LAUNCHED, "cpu") == 1
-    assert _count_processes(auto, None, "cpu") == 1
-    assert _count_processes(auto, None, "cuda") == 4
+    assert _count_processes(auto, ALONE, "cpu") == 1
+    assert _count_processes(auto, ALONE, "cuda") == 4
     assert _count_processes(auto, ONE_PER_NODE, "cuda") == 4
     assert _count_processes(auto, LAUNCHED, "cuda") == 1
-    with pytest.raises(ValueError, match="srun started 2 tasks on this host, under each of which devices=3 would"):
+    with pytest.raises(ValueError, match=r"srun started 2 tasks .*devices=3"):
         _count_processes(LaunchSettings(devices=3), LAUNCHED, "cpu")
 
 
@@ -109,19 +109,19 @@ def test_ranks_are_numbered_host_by_host():
     spec = _first_rank_spec(LaunchSettings(address=":7"), ONE_PER_NODE, 4, "cuda")
     assert (spec.address, spec.port) == ("node1", 7)
     torchrun = Task(**{**vars(LAUNCHED), "launcher": "torchrun"})
-    with pytest.raises(ValueError, match="leave out address= under torchrun"):
+    with pytest.raises(ValueError, match="leave out address="):
         _first_rank_spec(LaunchSettings(address=":7"), torchrun, 1, "cpu")
 
 
 def test_an_environment_variable_chooses_what_carries_the_exchanges(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOPLINE_BACKEND", "gloo")
-    assert _first_rank_spec(LaunchSettings(), None, 2, "cuda").backend == "gloo"
+    assert _first_rank_spec(LaunchSettings(), ALONE, 2, "cuda").backend == "gloo"
     monkeypatch.setenv("HOPLINE_BACKEND", "nccl")
-    with pytest.raises(ValueError, match="HOPLINE_BACKEND=nccl needs device=cuda, not device=cpu"):
-        _first_rank_spec(LaunchSettings(), None, 2, "cpu")
+    with pytest.raises(ValueError, match="HOPLINE_BACKEND=nccl needs device=cuda"):
+        _first_rank_spec(LaunchSettings(), ALONE, 2, "cpu")
     monkeypatch.setenv("HOPLINE_BACKEND", "mpi")
-    with pytest.raises(ValueError, match="HOPLINE_BACKEND is 'mpi': it must be gloo or nccl"):
-        _first_rank_spec(LaunchSettings(), None, 2, "cpu")
+    with pytest.raises(ValueError, match=r"HOPLINE_BACKEND is 'mpi': .*gloo or nccl"):
+        _first_rank_spec(LaunchSettings(), ALONE, 2, "cpu")
 
 
 def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):
@@ -131,9 +131,7 @@ def test_which_gpu_a_rank_takes(monkeypatch: pytest.MonkeyPatch):
     assert device_of_rank(spec, "cuda", spawned=True) == "cuda:1"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert device_of_rank(spec, "cuda", spawned=False) == "cuda:0"  # each task of srun may see a GPU of its own
-    with pytest.raises(
-        ValueError, match="there are 1 GPUs for 2 ranks on this host: start one process per GPU, by devices=1"
-    ):
+    with pytest.raises(ValueError, match=r"1 GPUs for 2 ranks .*devices=1"):
         device_of_rank(spec, "cuda", spawned=True)
     assert device_of_rank(RankSpec(local_rank=1, local_size=2), "cuda", spawned=True) == "cuda:0"
 
@@ -238,7 +236,7 @@ def test_threads_under_torchrun_are_those_of_the_cores_unless_the_user_has_set_t
 
 
 def test_one_task_per_node_starts_its_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    variables = {"SLURM_NTASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
+    variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0"}
     variables |= {"SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "1"}
     for name, value in (variables | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).items():
         monkeypatch.setenv(name, value)
@@ -336,9 +334,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path):
 def test_a_rank_that_fails_ends_the_others_and_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "END_S", 0.3)
     start = time.monotonic()
-    with pytest.raises(
-        ValueError, match=r"^batch_size is too large: give batch_size=10 \(rank 1 failed with exit code 1"
-    ):
+    with pytest.raises(ValueError, match=r"batch_size=10 \(rank 1 failed with exit code 1"):
         # More than one read of a socket or a pipe brings.
         run(fail, LaunchSettings(devices=2, timeout_s=60), "x" * 1_000_000, 1_000_000)
     assert time.monotonic() - start < 60  # before the others would give up

@@ -107,3 +107,18 @@ def test_every_tier_reads_the_rows_that_were_written(name: str, tmp_path: Path) 
             below = below.below
     if name == "cache-over-mapped":
         assert np.array_equal(np.load(tmp_path / "rows.npy"), rows.numpy())
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_an_id_that_is_not_there_is_refused_by_every_stack(name: str, tmp_path: Path) -> None:
+    table = STACKS[name](randn(NUM_ROWS, 5), tmp_path)
+    for bad in (-1, NUM_ROWS):
+        with pytest.raises((IndexError, ValueError), match=rf"outside 0 \.\. {NUM_ROWS - 1}"):
+            table.read(torch.tensor([3, bad]))
+
+
+@pytest.mark.parametrize("name", WRITABLE)
+def test_a_mask_is_not_a_list_of_ids(name: str, tmp_path: Path) -> None:
+    table = WRITABLE[name](randn(NUM_ROWS, 5), tmp_path)
+    with pytest.raises(ValueError, match="1-D"):
+        table[torch.ones(NUM_ROWS, dtype=torch.bool)]

@@ -51,8 +51,7 @@ def train(name: str, workers: int, threads: int = 1) -> tuple[list[float], dict[
     with torch_threads(threads):
         for _ in range(2):
             for batch in loader:
-                assert batch.y is not None
-                loss = nn.functional.cross_entropy(model(batch), batch.y)
+                loss = nn.functional.cross_entropy(model(batch), batch.labels)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()

@@ -22,9 +22,9 @@ from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.historical.work import HistoricalWork
-from hopline.methods.partitioned.sweep import backward_sweep
+from hopline.methods.partitioned.sweep import Sweep
 from hopline.nn import GNN
-from tests.support.helpers import assert_same_gradients, dataset_of, randn, random_graph, twin
+from tests.support.helpers import assert_same_gradients, dataset_of, own_task, randn, random_graph, twin
 
 GRAPH = random_graph(num_nodes=60, num_edges=240, weight=True, loops=True)
 X = randn(60, 6)
@@ -67,12 +67,12 @@ def work_of(model: GNN, **settings: Any) -> HistoricalWork:
     """Historical training on five random parts, two in a batch. settings: of `Historical`."""
     method = Historical(**({"num_parts": 5, "parts_per_batch": 2, "partition": "random"} | settings))
     ids = DATA.splits["train"]
-    return method.bind(Job(data=DATA, model=model, module=model, train_ids=ids, train_step=mean_loss))
+    return method.bind(Job(data=DATA, model=model, module=model, train_ids=ids, task=own_task(mean_loss)))
 
 
 def batches_of(work: HistoricalWork) -> list[HistoricalBatch]:
     """Batches that hold every node once. Without a key, nothing is drawn at random."""
-    hist_batch = [work.batch(group, None) for group in work.parts.own_groups]
+    hist_batch = [work.batch(group, None) for group in work.partitioned.parts.own_groups]
     return [batch for batch in hist_batch if batch is not None]
 
 
@@ -80,8 +80,7 @@ def full_batch(model: GNN) -> Batch:
     """The oracle: all nodes and all edges as one batch; the loss is at the training nodes."""
     block = full_block(NeighborSampler(GRAPH, (-1,)), torch.arange(60))
     ids = DATA.splits["train"]
-    assert DATA.y is not None
-    return Batch(ids, (block,) * model.num_layers, Rows(DATA.x, block.src_ids), DATA.y[ids], output_idx=ids)
+    return Batch(ids, (block,) * model.num_layers, Rows(DATA.x, block.src_ids), DATA.labels[ids], output_idx=ids)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -108,7 +107,7 @@ def test_with_exact_tables_of_gradients_the_summed_gradient_is_that_of_the_full_
     (mean_loss(plain, batch) * batch.num_seeds).backward()
     work = work_of(model, compensate=True, groups=groups)
     work.refresh()
-    for group in work.parts.groups_of(3):
+    for group in work.groups.groups_of(3):
         HistoricalUnit(work, work.batch(group, None)).forward_backward(1)
 
     assert_same_gradients(model, plain, 1e-8)
@@ -133,7 +132,7 @@ def test_every_edge_is_in_one_batch_of_an_epoch():
     work = work_of(MODELS["gcn"](6, 3))
     for epoch in (1, 2):
         seen = []
-        for group in work.parts.groups_of(epoch):
+        for group in work.groups.groups_of(epoch):
             hist_batch = work.batch(group, None)
             assert hist_batch is not None
             block = hist_batch.block
@@ -141,8 +140,8 @@ def test_every_edge_is_in_one_batch_of_an_epoch():
         edges = torch.cat(seen, dim=1)
         expected = GRAPH.edge_index()
         assert sorted(map(tuple, edges.t().tolist())) == sorted(map(tuple, expected.t().tolist()))
-    assert work.parts.groups_of(1) != work.parts.groups_of(2)
-    assert work.parts.groups_of(1) == work.parts.groups_of(1)
+    assert work.groups.groups_of(1) != work.groups.groups_of(2)
+    assert work.groups.groups_of(1) == work.groups.groups_of(1)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -154,6 +153,6 @@ def test_a_sweep_over_all_parts_gives_the_gradient_of_the_full_batch(name: str):
     (mean_loss(plain, batch) * batch.num_seeds).backward()
     work = work_of(model)
     work.refresh()
-    backward_sweep(work)
+    Sweep(work.partitioned, keeps_gradients=True).backward()
 
     assert_same_gradients(model, plain, 1e-9)

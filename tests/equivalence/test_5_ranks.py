@@ -63,7 +63,7 @@ def test_resumed_ranks_train_as_if_never_interrupted(two_hosts: bool, tmp_path: 
     whole, _, again = run(train_all, LaunchSettings(devices=2, timeout_s=30), cases, two_hosts)
     assert again == whole  # bit for bit
     assert len(list((tmp_path / "tables").glob("h.0*.bin"))) == 1 + two_hosts
-    with pytest.raises(ValueError, match="as many ranks and hosts as it had: 2 ranks on"):
+    with pytest.raises(ValueError, match="2 ranks on"):
         train_all(World.alone(), [case | {"out": str(tmp_path / "cut"), "epochs": 5}], False)
 
 

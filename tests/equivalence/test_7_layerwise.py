@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline import infer
+from hopline.inference import without_layers
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.tables import CachedTable, SparseTable, TensorTable
@@ -202,11 +203,11 @@ def test_what_cannot_be_inferred_is_refused_with_a_message(monkeypatch: pytest.M
     for model in (gnn_of("plain"), conv_of("sage-mean", 6, 3)):
         with pytest.raises(ValueError, match="from 0 to 49"):
             infer.exact(model, data, torch.tensor([-1]))
-        with pytest.raises(ValueError, match=r"a mask must be \[50\]"):
+        with pytest.raises(ValueError, match=r"mask must be \[50\]"):
             infer.exact(model, data, torch.ones(49, dtype=torch.bool))
     with pytest.raises(ValueError, match="GraphNorm"):
         infer.exact(GNN(stack_of("gcn", 6, 4, 3), norm=[pyg.GraphNorm(4)]), data)
-    monkeypatch.setattr(infer, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(without_layers, "WHOLE_BYTES", 100)
     with pytest.raises(ValueError, match=r"TAGConv has no layers.*inference=sampled"):
         infer.exact(pyg.TAGConv(6, 3), data)
 

@@ -30,10 +30,9 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit
-from hopline.units.losses import supervised_loss
 from hopline.units.own_threads import own_threads
 from tests.budget.random_budgets import draw_case, run_case, table_lines
-from tests.support.helpers import dataset_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, own_task, randn, random_graph, stack_of, usual_task
 
 CONVS = ("sage-mean", "gcn", "gat", "gin")
 FEW = 25
@@ -75,10 +74,10 @@ def outline_of(triple: Triple) -> RunOutline:
     torch.manual_seed(triple.seed)
     widths = [7, *[triple.width] * (len(triple.fanouts) - 1), 3]
     model = GNN(stack_of(triple.conv, *widths), dropout=0.5).float()
-    train_step = supervised_loss("single", 3)
+    train_step = usual_task(3).loss
     ids = data.splits["train"]
     return RunOutline(
-        job=Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=train_step)
+        job=Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(train_step))
     )
 
 

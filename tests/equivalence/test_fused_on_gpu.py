@@ -17,9 +17,8 @@ from hopline.core.graph import Graph
 from hopline.data.placement import place
 from hopline.methods.historical.step import HistoricalUnit
 from hopline.nn import GNN
-from hopline.nn.attention import is_fused_attention
-from hopline.nn.conv_adapter import edge_arguments, takes_x0
-from hopline.nn.fused import is_fused
+from hopline.nn.conv_adapter import edge_arguments
+from hopline.nn.conv_facts import is_fused, is_fused_attention, takes_x0
 from tests.support.grids import GPU_ONLY
 from tests.support.helpers import (
     KERNEL_DEVICE,
@@ -147,7 +146,7 @@ def gradient_by(method: hl.extend.Method, model: GNN, data: hl.Dataset) -> None:
     trainer.model.train()
     if isinstance(method, hl.Historical):
         work.refresh()  # type: ignore[attr-defined]
-        for group in work.parts.groups_of(1):  # type: ignore[attr-defined]
+        for group in work.groups.groups_of(1):  # type: ignore[attr-defined]
             HistoricalUnit(work, work.batch(group, None)).forward_backward(num_seeds)  # type: ignore[arg-type, attr-defined]
         return
     # All before the first is run: to capture a step forgets the gradients that are there. In a second epoch a tree's

@@ -306,8 +306,8 @@ def test_the_mean_over_compensated_batches_is_the_full_batch(max_batches: int | 
     trainer = hl.Trainer(model, replace(data, splits={"train": ids}), method, callbacks=[steps], **settings)
     trainer.fit()
 
-    parts: Any = trainer.work.parts  # type: ignore[attr-defined]
-    groups = [group for epoch in range(1, settings["epochs"] + 1) for group in parts.groups_of(epoch)]
+    drawn: Any = trainer.work.groups  # type: ignore[attr-defined]
+    groups = [group for epoch in range(1, settings["epochs"] + 1) for group in drawn.groups_of(epoch)]
     step_by_group = dict(zip(groups, steps.found, strict=True))
     assert len(step_by_group) == 6
 

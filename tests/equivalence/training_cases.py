@@ -355,8 +355,9 @@ def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> l
         loader = trainer.method.loader(trainer.data, seed=trainer.settings.seed, model=trainer.model)
         return [[batch.seeds for batch in loader.epoch(epoch)] for epoch in range(1, num_epochs + 1)]
     if way.has_history:
-        parts: Any = trainer.work.parts  # type: ignore[attr-defined]
-        return [[parts.nodes_of(g) for g in parts.groups_of(epoch)] for epoch in range(1, num_epochs + 1)]
+        work: Any = trainer.work
+        parts = work.partitioned.parts
+        return [[parts.nodes_of(g) for g in work.groups.groups_of(epoch)] for epoch in range(1, num_epochs + 1)]
     return [[torch.arange(trainer.data.num_nodes)]] * num_epochs
 
 

@@ -22,14 +22,14 @@ from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 import hopline as hl
 from hopline import infer
 from hopline.contract import Job
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.inference import captured_forward as replayed
 from hopline.inference.cache import LastInference
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences, repeats
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
-from hopline.units.losses import supervised_loss
 from tests.support.fake_cuda import FakeCuda, Stream
+from tests.support.helpers import usual_task
 from tests.support.runs import sage, small
 
 GPU_MARKS = [
@@ -94,7 +94,7 @@ def test_inference_is_not_captured_on_a_cpu_nor_under_a_budget():
         model=GNN([SAGEConv(8, 4)]),
         module=nn.Identity(),
         train_ids=data.splits["train"],
-        train_step=supervised_loss("multiclass", 4),
+        task=usual_task(4),
         device=torch.device("cuda"),
     )
     inference = Measure(trainer.method, captured=captured).captured_inference(gpu)
@@ -103,7 +103,7 @@ def test_inference_is_not_captured_on_a_cpu_nor_under_a_budget():
     assert Measure(trainer.method, split="test", captured=captured).captured_inference(gpu) is not inference
     assert captured.of(replace(gpu), data.splits["valid"]) is not inference
     assert Measure(trainer.method).captured_inference(gpu) is not inference, "it is of another owner"
-    for limit in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}, {"test_step": lambda *_: {}}):
+    for limit in ({"chunk_bytes": 1000}, {"rows_on_disk": True}, {"exact": False}):
         assert Measure(trainer.method, **limit).captured_inference(gpu) is None  # type: ignore[arg-type]
 
     freed = weakref.ref(inference)
@@ -121,7 +121,7 @@ def test_a_trainer_owns_what_its_evaluations_capture(monkeypatch: pytest.MonkeyP
     for trainer in trainers:
         for split in ("valid", "test", "valid"):
             trainer.evaluate(split)
-    assert owners == [trainers[0].captured_inferences] * 3 + [trainers[1].captured_inferences] * 3
+    assert owners == [trainers[0].measure.captured] * 3 + [trainers[1].measure.captured] * 3
     assert owners[0] is not owners[3]
 
 
@@ -132,7 +132,7 @@ def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
         model=model,
         module=model,
         train_ids=data.splits["train"],
-        train_step=supervised_loss("multiclass", 4),
+        task=usual_task(4),
         say=say,
     )
 
@@ -256,7 +256,7 @@ def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **p
         model=job.model,
         module=job.module,
         train_ids=job.train_ids,
-        train_step=job.train_step,
+        task=job.task,
         device=job.device,
         say=messages.append,
     )

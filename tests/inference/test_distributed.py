@@ -15,7 +15,7 @@ from hopline.inference.distributed import JoinedTable, evaluate, exact
 from hopline.shards.write import cut
 from hopline.tables import SparseTable, TensorTable
 from tests.shards.test_write import rich
-from tests.support.helpers import randn
+from tests.support.helpers import randn, usual_task
 
 
 def test_a_joined_table_reads_the_rows_of_both_tables() -> None:
@@ -36,10 +36,11 @@ def test_inference_over_one_shard_equals_that_over_the_whole_graph(tmp_path: Pat
     torch.testing.assert_close(exact(model, sharded.shard, chunk_edges=30), expected)
 
     expected_accuracy = (expected.argmax(1) == data.labels)[data.splits["test"]].double().mean()
-    assert evaluate(model, sharded, "test", None) == {"accuracy": pytest.approx(float(expected_accuracy))}
+    task = usual_task(5)
+    assert evaluate(model, sharded, task, "test", None) == {"accuracy": pytest.approx(float(expected_accuracy))}
 
     batches = hl.Sampled(fanouts=(-1, -1), batch_size=7, shuffle=False).loader(sharded.shard, "test")
-    assert evaluate(model, sharded, "test", batches) == {"accuracy": pytest.approx(float(expected_accuracy))}
+    assert evaluate(model, sharded, task, "test", batches) == {"accuracy": pytest.approx(float(expected_accuracy))}
     with pytest.raises(ValueError, match=r"has no layers.*hl.nn.GNN"):
         exact(ModelWithoutLayers(), sharded.shard)
 

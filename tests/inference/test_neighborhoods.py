@@ -23,6 +23,7 @@ from hopline import infer
 from hopline.core.neighborhood import neighborhood
 from hopline.device.meter import TensorMeter
 from hopline.inference import neighborhoods as local
+from hopline.inference import without_layers
 from hopline.nn.whole_module import Whole
 from hopline.run import train as run
 from hopline.run.infer import predict
@@ -141,7 +142,7 @@ def test_the_hops_around_a_node_give_the_output_of_the_whole_graph(name: str, li
 @pytest.mark.parametrize("name", NOT_LOCAL)
 def test_models_that_read_beyond_hops_are_refused(name: str):
     model = NOT_LOCAL[name]().double()
-    with pytest.raises(ValueError, match=r"Net with hops=2 would not give its outputs on the whole graph: its output"):
+    with pytest.raises(ValueError, match="Net with hops=2 would not"):
         infer.exact(model, irregular_dataset(), torch.tensor([1]), hops=2)
     torch.testing.assert_close(
         infer.exact(model, irregular_dataset(), torch.tensor([1])), run_plain_pyg(model, irregular_dataset())[[1]]
@@ -151,7 +152,7 @@ def test_models_that_read_beyond_hops_are_refused(name: str):
 def test_zero_weights_do_not_hide_how_far_a_module_reads():
     model = Net(pyg.SAGEConv, 4).double()
     nn.init.zeros_(model.end.weight)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"Give hops=4, or no hops="):
+    with pytest.raises(ValueError, match="hops=4, or no hops="):
         infer.exact(model, irregular_dataset(), torch.tensor([1]), hops=1)
 
 
@@ -240,8 +241,8 @@ def test_whole_bytes_bounds_the_peak_of_a_pass_over_the_whole_graph():
     for make in (pyg.GCNConv, pyg.GATConv, pyg.SAGEConv):
         batch_model = Whole(Net(make).double().eval())
         with torch.no_grad(), TensorMeter() as meter:
-            local.run_whole(batch_model, data, torch.device("cpu"))
-        assert meter.peak_bytes <= local.whole_bytes(batch_model, data) <= 20 * meter.peak_bytes
+            without_layers.run_whole(batch_model, data, torch.device("cpu"))
+        assert meter.peak_bytes <= without_layers.whole_bytes(batch_model, data) <= 20 * meter.peak_bytes
 
 
 def test_a_neighbourhood_of_two_hops_has_all_in_edges_of_the_first_hop():
@@ -271,23 +272,19 @@ def test_a_neighbourhood_of_two_hops_has_all_in_edges_of_the_first_hop():
 @pytest.mark.parametrize("limits", [{"chunk_edges": 100}, {"chunk_bytes": "1MiB"}])
 def test_limits_without_hops_are_refused_with_what_to_type(limits: dict[str, Any]):
     (name,) = limits
-    with pytest.raises(
-        ValueError, match=rf"{name}= needs the number of hops .* Net reads, .*: add hops=2, or build it"
-    ):
+    with pytest.raises(ValueError, match=rf"{name}= .*hops .*Net reads, .*hops=2"):
         infer.exact(Net(pyg.GCNConv).double(), irregular_dataset(), **limits)
-    with pytest.raises(
-        ValueError, match=rf"{name}= needs the number of hops .*: leave it out, or build it as hl.nn.GNN"
-    ):
+    with pytest.raises(ValueError, match=rf"{name}= .*hops .*leave it out, .*hl\.nn\.GNN"):
         infer.exact(NOT_LOCAL["pooling"]().double(), irregular_dataset(), **limits)
 
 
 def test_hops_must_be_a_number_and_only_for_modules_without_layers():
     for hops in (-1, 1.5, True):
-        with pytest.raises(ValueError, match=f"hops must be a number from 0, not {hops}"):
+        with pytest.raises(ValueError, match=rf"hops must be .*not {hops}"):
             infer.exact(Net(pyg.SAGEConv).double(), irregular_dataset(), hops=hops)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"hops= is for a module that is not made of layers, and GNN is: leave it out"):
+    with pytest.raises(ValueError, match=r"hops= .*GNN is: leave it out"):
         infer.exact(hl.nn.GNN([pyg.SAGEConv(NUM_FEATURES, 3)]).double(), irregular_dataset(), hops=1)
-    with pytest.raises(ValueError, match="Net has no layers whose rows keep= could be given"):
+    with pytest.raises(ValueError, match=r"Net .*keep="):
         infer.exact(Net(pyg.SAGEConv).double(), irregular_dataset(), keep=lambda l, nodes, rows: None)
 
 
@@ -334,21 +331,21 @@ def test_a_run_evaluates_over_the_whole_graph_where_the_model_reads_beyond_its_f
     sizes = []
     model = Plain(data, lambda i, o: pyg.TAGConv(i, o, K=3))
     trainer = hl.Trainer(model, data, method(workers=0), epochs=1, lr=0.01, show=False)
-    assert trainer.part_hops is None
+    assert trainer.measure.part_hops is None
 
     model.register_forward_pre_hook(lambda net, inputs: sizes.append(inputs[0].size(0)))
     trainer.evaluate("valid")
     assert sizes == [data.num_nodes]
-    assert hl.Trainer(Plain(data, pyg.GCNConv), data, method(), show=False).part_hops == 3
-    assert hl.Trainer(Plain(data, pyg.SAGEConv), data, method(), show=False).part_hops == 2
+    assert hl.Trainer(Plain(data, pyg.GCNConv), data, method(), show=False).measure.part_hops == 3
+    assert hl.Trainer(Plain(data, pyg.SAGEConv), data, method(), show=False).measure.part_hops == 2
 
 
 def test_a_run_whose_evaluation_would_not_fit_is_refused_before_it_begins(monkeypatch: pytest.MonkeyPatch):
     data = small()
     model = Plain(data, lambda i, o: pyg.TAGConv(i, o, K=3))
-    with pytest.raises(ValueError, match=r"runs Plain on the whole graph at once, which takes about .*MiB, and the"):
+    with pytest.raises(ValueError, match=r"Plain on the whole graph .*MiB"):
         hl.Trainer(model, data, method(), show=False, budget="2MiB")
-    monkeypatch.setattr(infer, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(without_layers, "WHOLE_BYTES", 1000)
     with pytest.raises(ValueError, match=r"exact evaluation would run Plain on the whole graph at once, .*test_step="):
         hl.Trainer(model, data, method(), show=False)
     hl.Trainer(model, data, method(), show=False, test_step=lambda model, data, ids: {"score": 0.0})
@@ -374,7 +371,7 @@ def test_the_infer_command_takes_hops_from_the_fan_outs_or_from_its_setting(tmp_
 
     for settings in ({"hops": 2}, {"hops": 3}, {"chunk_bytes": "100KiB"}, {"hops": 2, "chunk_bytes": "50KiB"}):
         np.testing.assert_allclose(scores(**settings), expected, rtol=1e-5, atol=1e-6)
-    with pytest.raises(ValueError, match="Plain with hops=1 would not give its outputs on the whole graph"):
+    with pytest.raises(ValueError, match="Plain with hops=1 would not"):
         scores(hops=1)
-    with pytest.raises(ValueError, match="hops= is for exact inference"):
+    with pytest.raises(ValueError, match="hops= is for exact"):
         scores(hops=2, inference="sampled")

@@ -152,7 +152,7 @@ def test_inference_resumes_from_its_folder(shards: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(resumable.LayerFiles, "mark_chunk", mark_chunk)
     assert torch.equal(exact_rows(model, data, chunk_edges=30, folder=tmp_path)(ALL_IDS), expected)
-    with pytest.raises(ValueError, match=r"another inference \(other model\): remove it, or choose another"):
+    with pytest.raises(ValueError, match=r"another inference \(other model\)"):
         exact_rows(model_of("sage"), data, chunk_edges=30, folder=tmp_path)
 
 
@@ -162,25 +162,25 @@ def test_all_shards_has_the_sizes_and_splits_of_the_whole_dataset(whole: hl.Data
     assert (data.num_outputs, data.metric) == (5, "accuracy")
     assert all(torch.equal(data.splits[name], ids) for name, ids in whole.all_splits[1].items())
     assert "3 shards" in repr(data)
-    with pytest.raises(ValueError, match=r"needs the whole graph: .*devices=3"):
+    with pytest.raises(ValueError, match=r"whole graph: .*devices=3"):
         _ = data.graph
 
 
 def test_what_cannot_be_inferred_is_refused_with_a_message(shards: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"has no layers.*hl.nn.GNN"):
+    with pytest.raises(ValueError, match=r"no layers.*hl\.nn\.GNN"):
         exact_rows(ModelWithoutLayers(), AllShards(shards))
-    with pytest.raises(ValueError, match="there are no nodes to infer at"):
+    with pytest.raises(ValueError, match="no nodes to infer"):
         exact_rows(model_of("sage"), AllShards(shards), ALL_IDS[:0])
 
     broken = tmp_path / "shards"
     shutil.copytree(shards, broken)
     shutil.rmtree(broken / "shard-1")
-    with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
+    with pytest.raises(ValueError, match=r"no shard 1 in .*is missing"):
         AllShards(broken)
 
     other = rich()
     cut(other, make_partition(other.graph, 3, "range"), tmp_path / "other")
     shutil.copytree(tmp_path / "other" / "shard-1", broken / "shard-1")
 
-    with pytest.raises(ValueError, match=r"shards 0 and 1 in .* are of different cuts: cut the dataset again"):
+    with pytest.raises(ValueError, match=r"shards 0 and 1 .*different cuts"):
         AllShards(broken)

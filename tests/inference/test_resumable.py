@@ -140,7 +140,7 @@ def test_another_inference_is_refused_by_name(tmp_path: Path):
     infer.exact(sage(data), data, folder=tmp_path)
     other = sage(data)
     torch.nn.init.zeros_(other.convs[1].lin_l.weight)  # type: ignore[union-attr,arg-type]
-    with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
+    with pytest.raises(ValueError, match=r"another inference \(other weights\)"):
         infer.exact(other, data, folder=tmp_path)
     with pytest.raises(ValueError, match="other nodes"):
         infer.exact(sage(data), data, torch.tensor([1]), folder=tmp_path)
@@ -154,10 +154,10 @@ def test_damaged_files_are_refused_by_name(tmp_path: Path):
     data = small()
     infer.exact(sage(data), data, folder=tmp_path)
     os.truncate(tmp_path / "layer1.bin", 100)
-    with pytest.raises(ValueError, match=r"layer1.bin is missing or too short: remove .* to begin anew"):
+    with pytest.raises(ValueError, match=r"layer1\.bin is missing .*remove"):
         infer.exact(sage(data), data, folder=tmp_path)
     (tmp_path / PROGRESS).write_text("{}")
-    with pytest.raises(ValueError, match=r"inference.json cannot be read .* remove .* to begin anew"):
+    with pytest.raises(ValueError, match=r"inference\.json cannot .*remove"):
         infer.exact(sage(data), data, folder=tmp_path)
 
 
@@ -167,7 +167,7 @@ def test_a_full_disk_is_reported_by_file_name(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     data = small()
-    with pytest.raises(ValueError, match=r"cannot write .*layer0.bin \(No space left on device\): free some space"):
+    with pytest.raises(ValueError, match=r"layer0\.bin \(No space left"):
         infer.exact(sage(data), data, folder=tmp_path)
 
 

@@ -15,16 +15,6 @@ from hopline.interop import dlpack
 from hopline.interop.dlpack import FRAMEWORKS, aligned, from_any, to, to_cupy, to_jax, to_numpy
 
 
-def test_numpy_shares_in_both_directions():
-    tensor = torch.arange(6.0).view(2, 3)
-    array = to_numpy(tensor)
-    array[0, 0] = 9
-    assert tensor[0, 0] == 9
-    back = from_any(array)
-    assert back.data_ptr() == tensor.data_ptr()
-    assert torch.equal(back, tensor)
-
-
 def test_a_read_only_array_is_shared_without_a_word():
     array = np.arange(3)
     array.setflags(write=False)
@@ -102,14 +92,15 @@ def test_memory_that_is_not_aligned_is_refused_by_those_that_need_it(framework: 
 
 
 def test_types_and_devices_that_a_framework_lacks_are_named(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ValueError, match=r"NumPy cannot share a tensor of torch.bfloat16 on cpu.*tensor.float\(\)"):
+    with pytest.raises(ValueError, match=r"NumPy .*torch\.bfloat16.*tensor\.float\(\)"):
         to_numpy(torch.ones(2, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match=r"tensor.cpu\(\)"):
         to_numpy(torch.ones(2, device="meta"))
     narrow = types.SimpleNamespace(config=types.SimpleNamespace(jax_enable_x64=False))
     monkeypatch.setattr(dlpack, "_import", lambda name: narrow)
-    with pytest.raises(ValueError, match=r"index_dtype=torch\.int32"):
-        to_jax(torch.arange(2))
+    for wide in (torch.arange(2), torch.ones(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"index_dtype=torch\.int32"):
+            to_jax(wide)
     with pytest.raises(ValueError, match=r"tensor.cuda\(\)"):
         to_cupy(torch.ones(2))
 

@@ -28,9 +28,8 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit
-from hopline.units.losses import supervised_loss
 from hopline.util.config import parse_size
-from tests.support.helpers import dataset_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, own_task, randn, random_graph, stack_of, usual_task
 
 METHODS: list[Method] = [
     Sampled(fanouts=(5, 5), batch_size=200),
@@ -43,8 +42,8 @@ def outline_of(**options: Any) -> RunOutline:
     """The outline of a run on the CPU: 1000 nodes, two SAGE layers. options: of the model."""
     data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
-    step = supervised_loss("single", 3)
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=data.splits["train"], train_step=step)
+    step = usual_task(3).loss
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=data.splits["train"], task=own_task(step))
     return RunOutline(job=job)
 
 
@@ -76,7 +75,7 @@ def test_learn_stops_at_the_first_step_that_is_out_of_memory(monkeypatch: pytest
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: type(method).__name__)
 def test_the_smallest_budget_that_a_refusal_names_suffices(method: Method):
     outline = outline_of()
-    with pytest.raises(DoesNotFit, match="it needs at least budget=") as refused:
+    with pytest.raises(DoesNotFit, match="at least budget=") as refused:
         plan_of(method, outline, Budget(host="1KiB")).check()
     smallest = refused.value.smallest_bytes["host"]
     assert plan_of(method, outline, Budget(host=str(smallest))).check().peak_bytes("host") <= smallest
@@ -140,7 +139,7 @@ def test_the_plan_says_what_the_budget_costs_and_which_would_cost_nothing(method
     )
     assert cheap.price_warning == ""
     assert dear.lines()[-1] == dear.price_warning
-    assert "about 280 times as long as without" in dear.price_warning
+    assert "280 times as long" in dear.price_warning
     (named,) = re.findall(r"budget\.host=(\S+) would cost no time", dear.price_warning)
     assert plan_of(method, outline, Budget(host=named)).price is None
     assert whole.price is None
@@ -167,7 +166,7 @@ def test_a_custom_method_without_a_plan_is_refused_with_what_to_define():
     class Mine(Method):
         def bind(self, job: Job) -> Any: ...
 
-    with pytest.raises(ValueError, match=r"Mine has no plan.*define Mine\.plan\(outline, budget\)"):
+    with pytest.raises(ValueError, match=r"Mine\.plan\(outline, budget\)"):
         plan_of(Mine(), outline_of(), Budget())
 
 
@@ -175,7 +174,7 @@ def test_historical_refuses_a_model_without_layers_and_sampled_plans_it():
     outline = outline_of()
     module = GCNConv(6, 3).double()
     module_outline = RunOutline(job=Job(**{**vars(outline.job), "model": as_batch_model(module), "module": module}))
-    with pytest.raises(ValueError, match="made of layers, and GCNConv is not"):
+    with pytest.raises(ValueError, match="layers, and GCNConv is not"):
         plan_of(METHODS[1], module_outline, Budget())
     assert plan_of(METHODS[0], module_outline, Budget()).check().hidden_bytes == 0
 

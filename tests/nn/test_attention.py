@@ -17,10 +17,13 @@ from hopline.core.batch import Block
 from hopline.core.row_handles import Rows
 from hopline.core.tree_layout import TreeBlock, TreeSampler
 from hopline.nn import GNN, conv_adapter
-from hopline.nn.attention import MAX_CHANNELS, attention, is_fused_attention
+from hopline.nn.attention import attention
 from hopline.nn.conv_adapter import convolve
+from hopline.nn.conv_facts import MAX_CHANNELS, facts_of, is_fused_attention
 from hopline.tables import TensorTable
 from tests.nn.test_fused import LargestFloats
+from tests.nn.test_pairs import CONVS as PAIRS
+from tests.nn.test_pairs import SIZES, conv_by, pair_of
 from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.support.helpers import (
     KERNEL_DEVICE,
@@ -206,9 +209,9 @@ def test_attention_dropout_is_keyed_and_off_in_evaluation(layout: str):
     x = randn(block.num_src, WIDTH).to(DEVICE)
     keys = torch.arange(100, 133, device=DEVICE)
     for key in (7, keys):
-        out = attention(conv, x, replace(block, key=key), 0)
-        assert torch.equal(out, attention(conv, x, replace(block, key=key), 0))
-        assert not torch.equal(out, attention(conv, x, replace(block, key=key), 1))
+        out = attention(conv, x, replace(block, key=key), layer=0)
+        assert torch.equal(out, attention(conv, x, replace(block, key=key), layer=0))
+        assert not torch.equal(out, attention(conv, x, replace(block, key=key), layer=1))
     unkeyed = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -236,10 +239,39 @@ def test_a_gnn_of_attention_layers_equals_stock_pyg(layout: str, monkeypatch: py
     pretend_gpu(monkeypatch)
     for this, fused in ((model, True), (other, False)):
         assert isinstance(this, GNN)
-        monkeypatch.setattr(conv_adapter, "is_fused_attention", lambda conv, fused=fused: fused)
+        monkeypatch.setattr(
+            conv_adapter, "facts_of", lambda conv, fused=fused: replace(facts_of(conv), is_fused_attention=fused)
+        )
         state = this.encode(x[blocks[0].src_ids], blocks[0].src_keys, None)
         for l, block in enumerate(blocks):
             state = this.layer(l, state, block)
         out = this.decode(state)
         (out * torch.randn(out.shape, generator=generator(3), dtype=torch.float64).to(DEVICE)).sum().backward()
     assert_same_gradients(model, other)
+
+
+ATTENTION = [name for name in PAIRS if name.startswith("gat")]
+
+
+@parametrize_kernel(
+    [*zip(ATTENTION, itertools.cycle(SIZES)), ("gat", "no edges"), ("gatv2", "more destinations than sources")],
+    name=ATTENTION,
+    sizes=[*SIZES],
+)
+def test_attention_between_two_tables_is_stock_pygs(name: str, sizes: str) -> None:
+    conv = conv_by(name).to(DEVICE)
+    plain = twin(conv)
+    part, edge_index, *rows = pair_of(name, sizes)
+    h_src, h_dst, plain_src, plain_dst = (h.detach().to(DEVICE).requires_grad_() for h in (*rows, *rows))
+    num_dst = h_dst.size(0)
+    block = Block(torch.arange(num_dst, device=DEVICE), num_dst, (part.to(DEVICE),))
+    ours = attention(conv, h_src, block, h_dst=h_dst)
+    expected = plain((plain_src, plain_dst), edge_index.to(DEVICE))
+    assert_close(ours, expected)
+    (ours * randn(*ours.shape, seed=7).to(ours)).sum().backward()
+    (expected * randn(*ours.shape, seed=7).to(ours)).sum().backward()
+    assert_same_gradients(conv, plain)
+    for h, plain_h in ((h_src, plain_src), (h_dst, plain_dst)):
+        assert h.grad is not None
+        assert plain_h.grad is not None
+        assert_close(h.grad, plain_h.grad)

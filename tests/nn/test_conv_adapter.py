@@ -100,7 +100,7 @@ def test_stored_features_are_brought_to_the_precision_of_the_model(
 )
 def test_a_conv_that_needs_more_than_one_hop_or_the_degrees_is_refused_by_name(conv: nn.Module) -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
-    with pytest.raises(ValueError, match=f"{type(conv).__name__} cannot run on sampled blocks"):
+    with pytest.raises(ValueError, match=f"{type(conv).__name__} cannot .*blocks"):
         convolve(conv, torch.randn(block.num_src, 4), block)
 
 
@@ -123,7 +123,7 @@ def test_messages_against_the_edges_are_refused() -> None:
 
 def test_something_that_is_no_conv_is_refused_with_the_reason() -> None:
     block = batch_of(random_graph(), None, (3,)).blocks[0]
-    with pytest.raises(ValueError, match=r"Linear cannot be called as conv\(x, edge_index\)"):
+    with pytest.raises(ValueError, match=r"Linear cannot .*conv\(x, edge_index\)"):
         convolve(nn.Linear(4, 3), torch.randn(block.num_src, 4), block)
 
 
@@ -231,14 +231,16 @@ def test_whole_numbers_are_edge_weights_too(name: str) -> None:
     assert_close(*outputs)
 
 
-def test_typed_edges_reach_a_relational_conv() -> None:
+@pytest.mark.parametrize("kind", [pyg.RGCNConv, pyg.FastRGCNConv])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+def test_types_of_any_integer_dtype_reach_a_relational_conv(kind: type[pyg.RGCNConv], dtype: torch.dtype) -> None:
     graph = random_graph()
-    graph = Graph(graph.indptr, graph.indices, {"type": torch.arange(graph.num_edges) % 3})
-    block = batch_of(graph, None, (3,), SEEDS).blocks[0]
+    types = (torch.arange(graph.num_edges) % 3).to(dtype)
+    block = batch_of(Graph(graph.indptr, graph.indices, {"type": types}), None, (3,), SEEDS).blocks[0]
     torch.manual_seed(0)
-    conv = pyg.RGCNConv(4, 3, 3).double()
+    conv = kind(4, 3, 3).double()
     x = randn(50, 4)
-    expected = conv(x[block.src_ids], block.edge_index, block.edge["type"])[:6]
+    expected = conv(x[block.src_ids], block.edge_index, block.edge["type"].long())[:6]
     assert_close(convolve(conv, x[block.src_ids], block), expected)
 
 
@@ -304,7 +306,7 @@ class KeepsItsEdges(pyg.SAGEConv):
     ids=["lstm", "gru", "eg", "sg-cached", "own-loops"],
 )
 def test_a_conv_whose_output_depends_on_what_else_is_in_the_batch_is_refused(make: Any) -> None:
-    with pytest.raises(NeedsWholeGraph, match="cannot run on sampled blocks"):
+    with pytest.raises(NeedsWholeGraph, match="on sampled blocks"):
         calling_convention(make(), 4, {})
 
 
@@ -316,7 +318,7 @@ def test_a_batch_norm_without_running_statistics_is_the_reason_that_is_given() -
 
 
 def test_a_conv_that_keeps_its_first_edges_is_refused() -> None:
-    with pytest.raises(ValueError, match="KeepsItsEdges keeps something of its first call"):
+    with pytest.raises(ValueError, match="KeepsItsEdges keeps something"):
         calling_convention(KeepsItsEdges(4, 3), 4, {})
 
 
@@ -359,7 +361,7 @@ def test_an_aggregation_by_the_order_of_edges_is_refused_where_sampling_changes_
     all_edges = batch_of(graph, None, (-1,), SEEDS).blocks[0]
     assert_close(convolve(conv, x[all_edges.src_ids], all_edges), conv(x, graph.edge_index())[SEEDS])
     sampled = batch_of(graph, None, (max_degree,), SEEDS).blocks[0]
-    with pytest.raises(ValueError, match="depends on the order of a node's in-edges"):
+    with pytest.raises(ValueError, match="order of a node's in-edges"):
         convolve(conv, x[sampled.src_ids], sampled)
 
 
@@ -405,7 +407,7 @@ def test_a_conv_that_puts_out_no_tensor_is_refused() -> None:
         def forward(self, x: Tensor, edge_index: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
             return super().forward(x, edge_index), x
 
-    with pytest.raises(ValueError, match="Pair puts out type tuple: a conv must put out one tensor"):
+    with pytest.raises(ValueError, match="Pair puts out type tuple"):
         calling_convention(Pair(4, 3), 4, {})
 
 
@@ -422,5 +424,5 @@ def test_a_cached_conv_leaves_and_uses_no_cache() -> None:
 
 def test_an_edge_index_in_place_of_a_block_is_refused():
     conv = pyg.SAGEConv(3, 2)
-    with pytest.raises(ValueError, match=r"one of batch.blocks, not a tensor of shape \[2, 4\]: to run SAGEConv"):
+    with pytest.raises(ValueError, match=r"batch\.blocks, .*\[2, 4\]: .*SAGEConv"):
         convolve(conv, torch.ones(4, 3), torch.zeros(2, 4, dtype=torch.int64))  # type: ignore[arg-type]

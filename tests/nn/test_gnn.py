@@ -231,20 +231,14 @@ def test_options_that_mean_nothing_are_refused(arguments: dict[str, Any], messag
 
 
 def test_a_batch_with_another_number_of_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="3 layers but the batch has 2 blocks"):
+    with pytest.raises(ValueError, match=r"3 layers .*2 blocks"):
         gnn_of("plain")(batch_of(GRAPH, X, (2, 2)))
 
 
 def test_an_initial_residual_of_another_width_is_refused() -> None:
     model = GNN(sage(8, 1), encoder=nn.Linear(6, 8), initial_residual=0.1).double()
-    with pytest.raises(ValueError, match=r"width 8 into layer 0, whose width is 1.*head="):
+    with pytest.raises(ValueError, match=r"width 8 .*layer 0, .*1.*head="):
         model(batch_of(GRAPH, X, (2,)))
-
-
-@pytest.mark.parametrize("conv", [pyg.TAGConv(6, 3), pyg.ChebConv(6, 3, 3)], ids=lambda c: type(c).__name__)
-def test_a_conv_of_several_hops_is_refused_by_name(conv: nn.Module) -> None:
-    with pytest.raises(ValueError, match=type(conv).__name__):
-        GNN([conv.double()])(batch_of(GRAPH, X, (2,)))
 
 
 @pytest.mark.parametrize("norm", [pyg.GraphNorm(8), pyg.PairNorm(), pyg.LayerNorm(8, mode="graph")])

@@ -102,12 +102,12 @@ def test_an_encoder_of_whole_numbers_is_taken() -> None:
 
 
 def test_batch_norms_of_several_ranks_are_refused_with_what_to_use() -> None:
-    with pytest.raises(ValueError, match=r"SyncBatchNorm would wait.*use BatchNorm1d"):
+    with pytest.raises(ValueError, match=r"SyncBatchNorm .*BatchNorm1d"):
         check_row_wise(gnn(nn.SyncBatchNorm(8)), 6, {})
 
 
 def test_a_norm_that_cannot_be_called_with_rows_is_named() -> None:
-    with pytest.raises(ValueError, match="layer 0 cannot run with MessageNorm"):
+    with pytest.raises(ValueError, match=r"layer 0 cannot .*MessageNorm"):
         check_row_wise(gnn(pyg.MessageNorm()), 6, {})
 
 
@@ -167,7 +167,7 @@ def test_a_module_that_changes_its_buffers_needs_all_rows_at_once() -> None:
     assert isinstance(mixing_in_training(GNN([ObservingConv(6, 3)]), 6, {}), ObservingConv)
     graph = probe_graph({})
     layout = contiguous_layout(graph, torch.tensor([0, 5, 12]))
-    with pytest.raises(ValueError, match=r"ObservingConv cannot run over shards.*changes its buffers in each call"):
+    with pytest.raises(ValueError, match=r"ObservingConv cannot .*shards.*buffers"):
         run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), ShardConvs.of(layout))
     at_once = ShardConvs.of(layout, mode="one_shot")
     assert run_conv(ObservingConv(4, 3).double().train(), randn(12, 4), at_once).shape == (12, 3)

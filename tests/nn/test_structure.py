@@ -295,27 +295,18 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path: Path):
         return hl.nn.GNN([conv])
 
     data = small()
-    with pytest.raises(ValueError, match=r"convs.0.guard.lock \(lock\) of GNN cannot be compared: leave out folder="):
+    with pytest.raises(ValueError, match=r"convs\.0\.guard\.lock \(lock\) of GNN .*leave out folder="):
         infer.exact(locked(), data, folder=tmp_path / "rows")
     how = method(fanouts=(4,))
     fit(data, locked(), how, out=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"may be of another model: convs.0.guard.lock \(lock\) of the model cannot"):
+    with pytest.raises(ValueError, match=r"another model: convs\.0\.guard\.lock \(lock\)"):
         fit(data, locked(), how, out=tmp_path / "run", resume=True, epochs=3)
-
-
-@pytest.mark.parametrize("name", ["closure", "partial"])
-def test_inference_is_not_resumed_with_another_closure(name: str, tmp_path: Path):
-    data = small()
-    expected = infer.exact(make(name, 2.0), data, folder=tmp_path)
-    assert torch.equal(infer.exact(make(name, 2.0), data, folder=tmp_path), expected)
-    with pytest.raises(ValueError, match=r"holds another inference \(other model\)"):
-        infer.exact(make(name, 3.0), data, folder=tmp_path)
 
 
 def test_a_run_is_not_resumed_with_another_buffer(tmp_path: Path):
     data = small()
     fit(data, buffered(2.0), out=tmp_path)
-    with pytest.raises(ValueError, match=r"is of another model: .* scale is torch.float32 .* there and .* here"):
+    with pytest.raises(ValueError, match=r"another model: .* scale is torch\.float32 .* there and .* here"):
         fit(data, buffered(3.0), out=tmp_path, resume=True, epochs=3)
     assert fit(data, buffered(2.0), out=tmp_path, resume=True, epochs=3).epochs == 3
 

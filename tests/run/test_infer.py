@@ -15,7 +15,6 @@ import torch_geometric.nn
 import hopline as hl
 from hopline import infer
 from hopline.core.partition import make_partition
-from hopline.data.inputs import Inputs
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
@@ -25,6 +24,8 @@ from hopline.run.models import make_model
 from hopline.run.saved import bare_values
 from hopline.run.settings import InferConfig, RunConfig
 from hopline.shards.write import cut
+from hopline.tasks.kinds import LabelKind
+from tests.support.helpers import usual_task
 from tests.support.runs import method, quick, small
 
 
@@ -66,8 +67,7 @@ def test_predictions_of_the_test_nodes_have_the_accuracy_of_the_run(config: RunC
     finished = run.train(config)
     assert finished.folder is not None
     data = hl.open(config.data)
-    assert data.y is not None
-    right = predictions(finished.folder, nodes="test") == data.y[data.splits["test"]].numpy()
+    right = predictions(finished.folder, nodes="test") == data.labels[data.splits["test"]].numpy()
     assert right.mean() == pytest.approx(finished.test)
 
 
@@ -88,24 +88,23 @@ def test_predictions_can_be_by_sampling_and_by_the_last_weights(run_folder: Path
         ("binary", 1, (3,), np.uint8),
     ],
 )
-def test_classes_follow_the_task(task: str, outputs: int, shape: tuple[int, ...], dtype: type):
-    inputs = dataclasses.replace(Inputs.of(small(), []), task=task, num_classes=max(2, outputs))
-    classes = bare_values(inputs, torch.randn(3, outputs), "classes")
+def test_classes_follow_the_task(task: LabelKind, outputs: int, shape: tuple[int, ...], dtype: type):
+    classes = bare_values(usual_task(max(2, outputs), task), torch.randn(3, outputs), "classes")
     assert (classes.shape, classes.dtype) == (shape, dtype)
 
 
 def test_a_split_that_the_data_lacks_is_named(run_folder: Path, tmp_path: Path):
     bare = dataclasses.replace(small(), splits={})
     bare.save(tmp_path / "bare")
-    with pytest.raises(ValueError, match="no split 'test': choose one of all"):
+    with pytest.raises(ValueError, match=r"split 'test': .*all"):
         predictions(run_folder, nodes="test", data=str(tmp_path / "bare"))
     assert predictions(run_folder, data=str(tmp_path / "bare")).shape == (400,)
 
 
 def test_predictions_that_cannot_be_written_name_the_file(run_folder: Path):
-    with pytest.raises(ValueError, match=r"cannot write .*config.json/p.npy \(.+\): choose another file"):
+    with pytest.raises(ValueError, match=r"cannot write .*config\.json/p\.npy"):
         predictions(run_folder, out=run_folder / "config.json" / "p.npy")
-    with pytest.raises(ValueError, match=r"out=p.txt must end in .csv, .parquet, .npy"):
+    with pytest.raises(ValueError, match=r"out=p\.txt .*\.csv, \.parquet, \.npy"):
         predictions(run_folder, out=Path("p.txt"))
 
 
@@ -121,13 +120,13 @@ def test_chunks_and_a_folder_change_no_prediction(run_folder: Path, tmp_path: Pa
     torch.save(
         {k: v + 1 for k, v in torch.load(run_folder / "best.pt", weights_only=True).items()}, tmp_path / "other.pt"
     )
-    with pytest.raises(ValueError, match=r"another inference \(other weights\): remove it, or choose another"):
+    with pytest.raises(ValueError, match=r"another inference \(other weights\)"):
         predictions(run_folder, weights=tmp_path / "other.pt", folder=hidden)
-    with pytest.raises(ValueError, match=r"folder= is for exact inference: leave it out, or set inference=exact"):
+    with pytest.raises(ValueError, match=r"folder= .*inference=exact"):
         predictions(run_folder, inference="sampled", folder=hidden)
-    with pytest.raises(ValueError, match=r"chunk_bytes must be at least 1"):
+    with pytest.raises(ValueError, match=r"chunk_bytes .*at least 1"):
         predictions(run_folder, chunk_bytes=0)
-    with pytest.raises(ValueError, match=r"device='nowhere' is not a device: set device=cpu"):
+    with pytest.raises(ValueError, match=r"device='nowhere' .*device=cpu"):
         predictions(run_folder, device="nowhere")
 
 
@@ -155,11 +154,9 @@ def test_weights_can_be_read_from_a_file(config: RunConfig, run_folder: Path, tm
         np.testing.assert_allclose(
             predictions(run_folder, weights=file, write="scores"), expected, rtol=1e-4, atol=1e-5
         )
-    with pytest.raises(ValueError, match=r"foreign.pt does not hold weights of this model: .*Missing key"):
+    with pytest.raises(ValueError, match=r"foreign\.pt .*Missing key"):
         predictions(run_folder, weights=foreign)
-    with pytest.raises(
-        ValueError, match=r"there is no file .*none.pt: give weights=best, weights=last or a state_dict"
-    ):
+    with pytest.raises(ValueError, match=r"none\.pt: .*weights=best, weights=last"):
         predictions(run_folder, weights=tmp_path / "none.pt")
 
 
@@ -186,13 +183,13 @@ def test_shards_in_one_process_give_what_the_dataset_gives(config: RunConfig, ru
         made = run.train(dataclasses.replace(config, features=features, out=tmp_path / features)).folder
         assert made is not None
         if features == "one_hot":
-            with pytest.raises(ValueError, match=r"must be changed for this run, and it is in shards: give data= the"):
+            with pytest.raises(ValueError, match="in shards: give data="):
                 predictions(made, data=shards)
             continue
         ours = predictions(made, data=shards, write="scores")
         np.testing.assert_allclose(ours, predictions(made, write="scores"), rtol=1e-5, atol=1e-5)
     shutil.rmtree(tmp_path / "shards" / "shard-1")
-    with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
+    with pytest.raises(ValueError, match=r"no shard 1 in .*is missing"):
         predictions(run_folder, data=shards)
 
 
@@ -203,9 +200,9 @@ def predict_on_ranks(world: World, folder: str, shards: str) -> list[Any]:
         out = Path(folder) / "ranks.npy"
         written = predict_rank(world, folder, InferConfig(data=shards, out=out, **settings))
         by_settings.append(None if written is None else np.load(written["file"], allow_pickle=False).tolist())
-    with pytest.raises(ValueError, match=r"devices=2 is for a dataset in shards: .*shards=2` and give data=FOLDER"):
+    with pytest.raises(ValueError, match=r"devices=2 .*shards=2` and give data=FOLDER"):
         predict_rank(world, folder, InferConfig())
-    with pytest.raises(ValueError, match=r"folder= is for one process, which goes over all shards"):
+    with pytest.raises(ValueError, match="folder= is for one process"):
         predict_rank(world, folder, InferConfig(data=shards, folder=Path("hidden")))
     return by_settings
 

@@ -67,11 +67,10 @@ def test_the_aggregation_reaches_the_convs(aggr: str):
 def test_appnp_is_pygs_own_after_two_linear_layers():
     data = small()
     model = build_model(data, name="appnp", layers=10, conv={"alpha": 0.2}).eval()
-    assert data.y is not None
     x = model.encoder(data.x[torch.arange(400)])  # type: ignore[operator]
     expected = APPNP(K=10, alpha=0.2)(x, data.graph.edge_index())
     torch.testing.assert_close(infer.exact(model, data), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"appnp has no hidden layers: leave out model.jk"):
+    with pytest.raises(ValueError, match=r"appnp .*leave out model\.jk"):
         build_model(data, name="appnp", jk="cat")
 
 
@@ -119,17 +118,17 @@ def test_an_mlp_ignores_the_edges():
 
 @pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
 def test_heads_that_do_not_divide_the_width_are_refused(name: str):
-    with pytest.raises(ValueError, match=r"model.hidden=10 must be a multiple of model.conv.heads=4"):
+    with pytest.raises(ValueError, match=r"model\.hidden=10 .*model\.conv\.heads=4"):
         build_model(small(), name=name, hidden=10)
 
 
 def test_a_mistyped_name_gets_the_nearest_one():
-    with pytest.raises(ValueError, match=r"there is no model 'gatt'. Did you mean 'gat'\? Choose one of sage, gcn"):
+    with pytest.raises(ValueError, match=r"'gatt'.*'gat'\?.*sage, gcn"):
         build_model(small(), name="gatt")
 
 
 def test_a_dataset_without_labels_is_refused():
-    with pytest.raises(ValueError, match="has no labels to train on: convert it with"):
+    with pytest.raises(ValueError, match="no labels to train on: convert"):
         build_model(dataclasses.replace(small(), y=None, num_classes=0))
 
 

@@ -204,7 +204,7 @@ def test_infer_export_and_report_need_no_code_of_the_method(tmp_path: Path) -> N
 
 
 def test_a_method_that_was_not_imported_cannot_train(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="trained by a method of its user: type method=own_turns:InTurn"):
+    with pytest.raises(ValueError, match="method=own_turns:InTurn"):
         NotImported(name="own_turns:InTurn").bind(None)  # type: ignore[arg-type]
 
 

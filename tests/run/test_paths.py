@@ -64,7 +64,7 @@ def test_paths_that_are_not_utf8_serve_every_command(tmp_path: Path, monkeypatch
 
     (here / "edges.csv").write_text("src,dst\n0,1\n")
     outcome = command("convert", str(here / "edges.csv"), str(here / "other"))
-    assert "is not in UTF-8, and pyarrow cannot open it: rename it" in outcome.err
+    assert "not in UTF-8" in outcome.err
 
 
 # ---- a folder with the name of a built-in graph
@@ -78,9 +78,7 @@ def test_a_dataset_with_the_name_of_a_built_in_graph_is_not_mixed_up_with_it(
     monkeypatch.setenv("HOPLINE_DATA", str(tmp_path / "root"))
     small().save(tmp_path / name)
     for ask in (hl.open, locate):
-        with pytest.raises(
-            ValueError, match=rf"'{name}' is a built-in graph, and ./{name} is a dataset .*type ./{name}"
-        ):
+        with pytest.raises(ValueError, match=rf"'{name}' is a built-in graph.*type \./{name}"):
             ask(name)
     outcome = command("train", name, *overrides())
     assert f"type ./{name} for the dataset" in outcome.err
@@ -137,9 +135,9 @@ def test_a_graph_of_fewer_nodes_than_parts_is_trained_in_fewer(how: hl.extend.Me
 
 def test_a_number_of_parts_that_was_given_is_followed_or_refused():
     data = small(num_nodes=20, num_edges=60, num_train=5, num_valid=4)
-    with pytest.raises(ValueError, match="num_parts is 30: 20 nodes make from 1 to 20 parts"):
+    with pytest.raises(ValueError, match=r"num_parts is 30: .*1 to 20"):
         fit(data, how=hl.Historical(num_parts=30))
-    with pytest.raises(ValueError, match="num_shards=30 is more than the 20 nodes"):
+    with pytest.raises(ValueError, match=r"num_shards=30 .* 20 nodes"):
         fit(data, how=hl.FullBatch(num_shards=30))
 
 

@@ -209,7 +209,7 @@ def test_data_without_names_are_read_by_position_and_that_is_said(
     bare = dataclasses.replace(named, meta={})
     with caplog.at_level(logging.WARNING, "hopline"):
         ours = hl.load(trained).predict(bare, write="scores")
-    assert "does not name its feature columns: they are read as size, age, is_new" in caplog.text
+    assert "they are read as size, age, is_new" in caplog.text
     np.testing.assert_array_equal(ours["score cat"], hl.load(trained).predict(named, write="scores")["score cat"])
 
 
@@ -217,7 +217,7 @@ def test_what_is_left_out_is_named(trained: Path, tmp_path: Path, caplog: pytest
     data = dataset(tmp_path, changed(lambda row: {**row, "height": 3.0}))
     with caplog.at_level(logging.WARNING, "hopline"):
         hl.load(trained).predict(data)
-    assert "they are left out: height" in caplog.text
+    assert "left out: height" in caplog.text
 
 
 EDGE_ARRAYS: dict[str, tuple[torch.nn.Module, list[str], list[str]]] = {
@@ -298,7 +298,7 @@ def test_the_training_data_are_known_again(tmp_path: Path):
         dataset(tmp_path, nodes, split_shares=(0.5, 0.2, 0.3)).save(tmp_path / "data")
         for name in ("infer", "test"):
             printed = command(name, tmp_path / "run").out
-            assert f"not those that the run was trained on, which had other {what}: give data=" in printed
+            assert f"which had other {what}: give data=" in printed
     shutil.rmtree(tmp_path / "data")
     for name in ("infer", "test"):
         assert_refused(command(name, tmp_path / "run"), "training data", "give data=")
@@ -307,7 +307,7 @@ def test_the_training_data_are_known_again(tmp_path: Path):
 def test_nodes_that_are_not_there_are_named(trained: Path, tmp_path: Path):
     (tmp_path / "ids.txt").write_text("n1\nn999\n")
     assert_refused(command("infer", trained, f"nodes={tmp_path / 'ids.txt'}"), "ids.txt", "n999", "data=")
-    with pytest.raises(ValueError, match=r"a mask must be \[90\].*not \[7\]"):
+    with pytest.raises(ValueError, match=r"mask must be \[90\].*not \[7\]"):
         hl.load(trained).predict(nodes=torch.ones(7, dtype=torch.bool))
 
 
@@ -342,11 +342,11 @@ def test_classes_are_compared_by_name(trained: Path, tmp_path: Path):
     )
     assert saved.evaluate(renumbered, "all") == saved.evaluate(data, "all")
     strange = dataset(tmp_path / "b", changed(lambda row: row | {"label": f"{row['label']}s"}))
-    with pytest.raises(ValueError, match=r"classes that the run was not trained on, cats, dogs, fishs: it knows cat"):
+    with pytest.raises(ValueError, match=r"cats, dogs, fishs: .*cat"):
         saved.evaluate(strange, "all")
     with pytest.raises(ValueError, match=r"has no labels"):
         saved.evaluate(dataset(tmp_path / "c", without("label")), "all")
-    with pytest.raises(ValueError, match=r"the classes of the run have names"):
+    with pytest.raises(ValueError, match="classes of the run have names"):
         saved.evaluate(dataclasses.replace(data, meta={}), "all")
 
 
@@ -401,15 +401,15 @@ def test_nodes_come_from_a_file_of_the_users_ids(trained: Path, tmp_path: Path):
     (tmp_path / "bare.csv").write_text("n40\nn3\n")
     predict(trained, InferConfig(data=str(tmp_path / "data"), nodes=str(tmp_path / "ids.txt"), out=tmp_path / "q.csv"))
     assert (tmp_path / "q.csv").read_text() == (tmp_path / "p.csv").read_text()
-    with pytest.raises(ValueError, match=r"has no column 'id', only n40: begin it with a line that names it id"):
+    with pytest.raises(ValueError, match="no column 'id', only n40"):
         predict(trained, InferConfig(data=str(tmp_path / "data"), nodes=str(tmp_path / "bare.csv")))
     np.save(tmp_path / "mask.npy", np.arange(NUM_NODES) < 3)
-    with pytest.raises(ValueError, match=r"mask.npy holds bool .*numpy.flatnonzero\(mask\)"):
+    with pytest.raises(ValueError, match=r"mask\.npy .*numpy\.flatnonzero\(mask\)"):
         predict(trained, InferConfig(data=str(tmp_path / "data"), nodes=str(tmp_path / "mask.npy")))
     (tmp_path / "ids.csv").write_text("id\nn40\nzz\n")
-    with pytest.raises(ValueError, match=r"ids.csv, row 1: node zz is not in"):
+    with pytest.raises(ValueError, match=r"ids\.csv, row 1: node zz"):
         predict(trained, InferConfig(data=str(tmp_path / "data"), nodes=str(tmp_path / "ids.csv")))
-    with pytest.raises(ValueError, match=r"nodes=nowhere is neither all, train, valid or test nor a file of ids"):
+    with pytest.raises(ValueError, match=r"nodes=nowhere .*all, train, valid or test"):
         predict(trained, InferConfig(nodes="nowhere"))
 
 
@@ -460,9 +460,9 @@ def test_embeddings_of_nodes_are_not_given_to_others(tmp_path: Path):
     run.train(config)
     saved = hl.load(tmp_path / "run")
     assert len(saved.predict(data)["id"]) == NUM_NODES
-    with pytest.raises(ValueError, match=r"has others, or in another order: give the nodes of the training data"):
+    with pytest.raises(ValueError, match="give the nodes of the training data"):
         saved.predict(dataset(tmp_path / "b", node_rows()[::-1]))
-    with pytest.raises(ValueError, match=r"learnt an embedding for each of its 90 nodes"):
+    with pytest.raises(ValueError, match="embedding for each of its 90 nodes"):
         saved.predict(dataset(tmp_path / "c", grown(), NEW_EDGES))
 
 
@@ -504,7 +504,7 @@ def test_nodes_are_given_as_lists_arrays_and_masks(trained: Path):
         saved.predict(nodes=[3, 1])["id"].tolist() == saved.predict(nodes=np.array([3, 1]))["id"].tolist() == expected
     )
     assert saved.predict(nodes=torch.arange(NUM_NODES) < 2)["id"].tolist() == saved.predict(nodes=[0, 1])["id"].tolist()
-    with pytest.raises(ValueError, match=r"write must be one of classes, probabilities, scores, embeddings"):
+    with pytest.raises(ValueError, match=r"write .*classes, probabilities, scores, embeddings"):
         saved.predict(write="foo")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"hl\.from_pyg\(data\)"):
         saved.predict(saved.fit().to_pyg())  # type: ignore[arg-type]
@@ -517,7 +517,7 @@ def test_a_run_of_python_asks_for_its_model_and_predicts_the_same(tmp_path: Path
     data = dataset(tmp_path, node_rows(), split_shares=(0.5, 0.2, 0.3)).standardized()
     model = sage(data)
     hl.Trainer(model, data, hl.Sampled(fanouts=(5, 5)), epochs=2, show=False, out=tmp_path / "run").fit()
-    with pytest.raises(ValueError, match=r"give it with hl.load\(folder, model=model\)"):
+    with pytest.raises(ValueError, match=r"hl\.load\(folder, model=model\)"):
         hl.load(tmp_path / "run")
     saved = hl.load(tmp_path / "run", model=sage(data))
     raw = dataset(tmp_path, node_rows())
@@ -526,7 +526,7 @@ def test_a_run_of_python_asks_for_its_model_and_predicts_the_same(tmp_path: Path
         ours = saved.predict(given, write="scores")
         scores = np.stack([ours[f"score {name}"] for name in CLASSES], 1)
         np.testing.assert_allclose(scores, expected.detach().numpy(), rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"is a run of hl.Trainer in Python: give predict the dataset"):
+    with pytest.raises(ValueError, match=r"hl\.Trainer in Python: give predict"):
         saved.predict()
-    with pytest.raises(ValueError, match=r"does not hold weights of this model"):
+    with pytest.raises(ValueError, match="weights of this model"):
         hl.load(tmp_path / "run", model=sage(data, hidden=5))

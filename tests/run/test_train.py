@@ -93,7 +93,7 @@ def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, t
 
 def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, run_folder: Path):
     before = (run_folder / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"already holds a run\. Resume it with resume=true"):
+    with pytest.raises(ValueError, match=r"already holds a run.*resume=true"):
         run.train(config)
     assert (run_folder / "metrics.jsonl").read_text() == before
 
@@ -105,8 +105,7 @@ def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, run_folder: Pat
 def unsplit_config(config: RunConfig, tmp_path: Path) -> RunConfig:
     """A run with split= on a graph without splits, in which some nodes have no label."""
     data = without(small(), "train", "valid", "test")
-    assert data.y is not None
-    data.y[::9] = -1
+    data.labels[::9] = -1
     data.save(tmp_path / "graph")
     return dataclasses.replace(config, split=(0.5, 0.2, 0.3))
 
@@ -126,7 +125,7 @@ def test_a_run_is_resumed_on_its_own_split_alone(unsplit_config: RunConfig, tmp_
     whole = run.train(dataclasses.replace(unsplit_config, epochs=3, out=tmp_path / "whole"))
     run.train(unsplit_config)
     longer = dataclasses.replace(unsplit_config, epochs=3, resume=True)
-    with pytest.raises(ValueError, match=r"of another run: training nodes is '178 nodes, .* there and '195 nodes, "):
+    with pytest.raises(ValueError, match=r"another run: training nodes .*178 nodes, .*195 nodes"):
         run.train(dataclasses.replace(longer, split=(0.55, 0.2, 0.25)))
     assert [epoch.loss for epoch in run.train(longer).history] == [epoch.loss for epoch in whole.history]
 
@@ -141,20 +140,18 @@ def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit_config
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=2", "how=range").status == 0
     everywhere = read_predictions(folder, data=str(tmp_path / "shards"))
     np.testing.assert_array_equal(everywhere, read_predictions(folder))
-    with pytest.raises(
-        ValueError, match="nodes=test cannot be drawn on shards: give data= the dataset that was partitioned"
-    ):
+    with pytest.raises(ValueError, match=r"nodes=test .*data="):
         read_predictions(folder, data=str(tmp_path / "shards"), nodes="test")
 
 
 def test_shards_are_split_before_they_are_cut(unsplit_config: RunConfig, tmp_path: Path):
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=1", "how=range").status == 0
     cut = dataclasses.replace(unsplit_config, data=str(tmp_path / "shards"))
-    with pytest.raises(ValueError, match=r"in shards already.*hopline convert DATASET FOLDER split=0.5,0.2,0.3"):
+    with pytest.raises(ValueError, match=r"in shards already.*hopline convert DATASET FOLDER split="):
         run.train(cut)
-    with pytest.raises(ValueError, match="has no training nodes: draw some with split="):
+    with pytest.raises(ValueError, match=r"no training nodes: .*split="):
         run.train(dataclasses.replace(cut, split=0))
-    with pytest.raises(ValueError, match=r"is in shards.*a split is drawn before the dataset is cut"):
+    with pytest.raises(ValueError, match=r"in shards.*drawn before"):
         hl.random_split(hl.shards.open(tmp_path / "shards"))
 
 
@@ -180,96 +177,44 @@ def test_damaged_settings_are_named(run_folder: Path, text: str, message: str):
 
 def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
     fit(small(), out=tmp_path)
-    with pytest.raises(ValueError, match=r"is a run of hl\.Trainer in Python.*hl\.load\(.*model=model\)\.predict"):
+    with pytest.raises(ValueError, match=r"hl\.Trainer in Python.*hl\.load\(.*model=model\)\.predict"):
         read_predictions(tmp_path)
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"is not a run folder: it has no config.json"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         read_predictions(tmp_path)
 
 
 def test_missing_weights_are_named(run_folder: Path):
     (run_folder / "best.pt").unlink()
-    with pytest.raises(ValueError, match=r"there are no weights at .*best.pt"):
+    with pytest.raises(ValueError, match=r"no weights at .*best\.pt"):
         read_predictions(run_folder)
-
-
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def _empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
-def _write_other_model(path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2).state_dict(), path)
-
-
-def _write_list(path: Path) -> None:
-    torch.save([1, 2], path)
-
-
-def _write_module(path: Path) -> None:
-    torch.save(torch.nn.Linear(2, 2), path)
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_truncate, "is damaged .*: restore it or train again"),
-        (_empty, "is damaged .*: restore it or train again"),
-        (_write_module, "is damaged .*: restore it or train again"),
-        (_write_other_model, "does not hold weights of this model: .*Missing key"),
-        (_write_list, "does not hold weights of this model: .*"),
+        (lambda path: path.write_bytes(path.read_bytes()[:100]), "is damaged"),
+        (lambda path: path.write_bytes(b""), "is damaged"),
+        (lambda path: torch.save(torch.nn.Linear(2, 2), path), "is damaged"),
+        (lambda path: torch.save(torch.nn.Linear(2, 2).state_dict(), path), "weights of this model: .*Missing key"),
+        (lambda path: torch.save([1, 2], path), "weights of this model"),
     ],
+    ids=["cut", "empty", "a module", "another model", "a list"],
 )
-def test_weights_that_do_not_fit_are_named(run_folder: Path, damage: Callable[[Path], None], message: str):
+def test_weights_that_do_not_fit_are_named(run_folder: Path, damage: Callable[[Path], object], message: str):
     damage(run_folder / "best.pt")
-    with pytest.raises(ValueError, match=r"best.pt is damaged .best.pt.sha256 has another checksum"):
+    with pytest.raises(ValueError, match=r"best\.pt is damaged .best\.pt\.sha256"):
         read_predictions(run_folder)
     (run_folder / "best.pt.sha256").unlink()
-    with pytest.raises(ValueError, match=rf"there is no .*best.pt.sha256 .* weights={run_folder / 'best.pt'}"):
+    with pytest.raises(ValueError, match=rf"best\.pt\.sha256 .* weights={run_folder / 'best.pt'}"):
         read_predictions(run_folder)
-    with pytest.raises(ValueError, match=rf"best.pt {message}"):
+    with pytest.raises(ValueError, match=rf"best\.pt .*{message}"):
         read_predictions(run_folder, weights=run_folder / "best.pt")
 
 
 # ---- conversion
-
-
-def test_an_npz_file_becomes_a_folder(tmp_path: Path):
-    path = tmp_path / "ring.npz"
-    edges = np.stack([np.arange(6), (np.arange(6) + 1) % 6])
-    np.savez(path, edge_index=edges, x=np.eye(6, dtype=np.float32), y=np.arange(6) % 2)
-    data = commands.convert(str(path), tmp_path / "one", ConvertConfig())
-    assert (data.num_nodes, data.num_edges, data.num_classes) == (6, 6, 2)
-    both = commands.convert(str(path), tmp_path / "both", ConvertConfig(symmetrize=True))
-    assert both.num_edges == 12
-
-
-def test_a_csv_file_becomes_a_folder(tmp_path: Path):
-    edges = tmp_path / "edges.csv"
-    nodes = tmp_path / "nodes.csv"
-    edges.write_text("src,dst\na,b\nb,c\nc,a\n")
-    nodes.write_text("id,f0,f1,label\na,0.5,1,0\nb,1.5,2,1\nc,2.5,3,0\n")
-    data = commands.convert(str(edges), tmp_path / "out", ConvertConfig(nodes=nodes, ids="map"))
-    assert (data.num_nodes, data.num_edges, data.num_features, data.num_classes) == (3, 3, 2, 2)
-    assert data.x.read(torch.tensor([1])).tolist() == [[1.5, 2.0]]
-
-
-def test_an_npy_edge_list_becomes_a_folder(tmp_path: Path):
-    np.save(tmp_path / "edges.npy", np.array([[0, 1, 2], [1, 2, 0]]))
-    data = commands.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(num_nodes=5))
-    assert (data.num_nodes, data.num_edges) == (5, 3)
-
-
-def test_options_for_what_is_already_converted_are_refused(tmp_path: Path):
-    small().save(tmp_path / "graph")
-    with pytest.raises(ValueError, match="already converted: leave out symmetrize"):
-        commands.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig(symmetrize=True))
-    assert commands.convert(str(tmp_path / "graph"), tmp_path / "out", ConvertConfig()).num_edges == 4000
 
 
 def test_a_dataset_is_replaced_only_when_that_is_asked_for(tmp_path: Path):
@@ -304,7 +249,7 @@ def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["edges.csv", "graph.npz", "edges.npy", "edges.parquet"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, name: str):
-    with pytest.raises(ValueError, match=f"There is no file .*{name}: check the path"):
+    with pytest.raises(ValueError, match=f"{name}: check the path"):
         commands.convert(str(tmp_path / name), tmp_path / "out", ConvertConfig())
 
 
@@ -326,13 +271,6 @@ def test_a_conversion_stores_a_split_and_is_called_as_its_folder(tmp_path: Path,
     assert (data.name, data.meta["split"]) == ("mine", expected.meta["split"])
     again = commands.convert(str(tmp_path / "mine"), tmp_path / "mine", ConvertConfig(overwrite=True, split=(1, 0, 0)))
     assert {k: v.tolist() for k, v in again.splits.items()} == {"train": [0, 1, 3, 4, 5, 6, 7]}
-
-
-def test_a_conversion_without_labels_cannot_be_split(tmp_path: Path):
-    np.save(tmp_path / "edges.npy", np.array([[0, 1], [1, 2]]))
-    with pytest.raises(ValueError, match=r"labelled nodes, and there are none: .*columns\.label=NAME"):
-        commands.convert(str(tmp_path / "edges.npy"), tmp_path / "out", ConvertConfig(split=(0.6, 0.2, 0.2)))
-    assert not (tmp_path / "out").exists()
 
 
 # ---- going on, and weights in and out
@@ -383,11 +321,5 @@ def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, run_
     wider = dataclasses.replace(
         config, model=ModelSpec(hidden=9, layers=2), weights=run_folder / "best.pt", out=tmp_path / "w"
     )
-    with pytest.raises(ValueError, match="does not hold weights of this model"):
+    with pytest.raises(ValueError, match="weights of this model"):
         run.train(wider)
-
-
-def test_an_export_that_cannot_be_written_names_the_file(run_folder: Path, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot write"):
-        commands.export(run_folder, tmp_path / "file" / "weights.pt", ExportConfig())

@@ -123,13 +123,13 @@ def check_early_end(world: World, shard: Shard) -> None:
 def check_differences(world: World, shard: Shard) -> None:
     """Ranks with different arguments are refused before the first batch."""
     if world.size > 1:
-        with pytest.raises(ValueError, match=r"rank 1 and rank 0 differ in method.batch_size \(3 against 2\)"):
+        with pytest.raises(ValueError, match=r"differ in method\.batch_size \(3 against 2\)"):
             hl.Sampled(fanouts=(2,), batch_size=2 + world.rank).loader(shard, world=world)
-        with pytest.raises(ValueError, match=r"rank 1 and rank 0 differ in the seeds \(6 nodes against 5 nodes\)"):
+        with pytest.raises(ValueError, match=r"differ in the seeds \(6 nodes against 5"):
             hl.Sampled(fanouts=(2,)).loader(shard, torch.arange(5 + world.rank), world=world)
         hl.Sampled(fanouts=(2,), workers=min(world.rank, 1)).loader(shard, world=world)  # a rank may have more threads
         other = replace(shard, cut=str(world.rank))
-        with pytest.raises(ValueError, match="rank 1 and rank 0 differ in the cut of the dataset"):
+        with pytest.raises(ValueError, match="differ in the cut"):
             hl.shards.ShardedData(other, world)
 
 

@@ -60,16 +60,16 @@ def test_joined_features_stay_in_the_shards_and_have_the_same_contents(folder: P
 
 
 def test_what_cannot_be_joined_is_refused(folder: Path, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"holds shards of a dataset: open all of them with hl.shards.join\(folder\)"):
+    with pytest.raises(ValueError, match=r"hl\.shards\.join\(folder\)"):
         hl.open(folder)
-    with pytest.raises(ValueError, match="has no split 2: choose from 0 to 1"):
+    with pytest.raises(ValueError, match=r"split 2: .*0 to 1"):
         hl.shards.join(folder, split=2)
-    with pytest.raises(ValueError, match="give the folder above it"):
+    with pytest.raises(ValueError, match="folder above it"):
         hl.shards.join(folder / "shard-1")
     with pytest.raises(ValueError, match="there is no folder"):
         hl.shards.join(tmp_path / "nothing")
     shutil.rmtree(folder / "shard-1")
-    with pytest.raises(ValueError, match=r"there is no shard 1 in .*: it is missing: copy it there"):
+    with pytest.raises(ValueError, match=r"no shard 1 in .*is missing"):
         hl.shards.join(folder)
 
 

@@ -81,11 +81,11 @@ def test_a_rank_that_dies_is_named_and_the_run_is_resumed_exactly(
 def test_mistakes_are_refused_with_a_sentence(folder: Path) -> None:
     shard = hl.shards.open_shard(folder / "shards-1", 0)
     method = hl.Sampled(fanouts=(2,))
-    with pytest.raises(ValueError, match="there are 2 shards and 1 processes: start one process per shard"):
+    with pytest.raises(ValueError, match="2 shards and 1 processes"):
         method.loader(hl.shards.open_shard(folder / "shards-2", 0))
-    with pytest.raises(ValueError, match="there is no split 'trian'"):
+    with pytest.raises(ValueError, match="split 'trian'"):
         method.loader(shard, "trian")
-    with pytest.raises(ValueError, match="an id is not a node: ids go from 0 to 59"):
+    with pytest.raises(ValueError, match=r"not a node: .*0 to 59"):
         method.loader(shard, torch.tensor([3, 60]))
     with pytest.raises(ValueError, match="there are no seeds"):
         method.loader(shard, torch.zeros(60, dtype=torch.bool))
@@ -93,7 +93,7 @@ def test_mistakes_are_refused_with_a_sentence(folder: Path) -> None:
         method.loader(shard, torch.tensor([], dtype=torch.int64))
     with pytest.raises(ValueError, match="set layout=block"):
         hl.Sampled(fanouts=(2,), layout="tree").loader(shard)
-    with pytest.raises(ValueError, match="no table 'z': choose from x, words, half"):
+    with pytest.raises(ValueError, match=r"table 'z': .*x, words, half"):
         hl.CollectiveLoader(shard, "train", method, tables=["z"])
     with pytest.raises(ValueError, match="must be distinct"):
         hl.shards.CollectiveSampler(shard, Channel(), (2,)).sample(torch.tensor([1, 1]), 0)

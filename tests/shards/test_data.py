@@ -37,9 +37,9 @@ def test_sharded_data_has_the_sizes_and_splits_of_the_whole_dataset(folder: Path
 def test_what_needs_the_whole_graph_is_refused(folder: Path) -> None:
     data = hl.shards.open(folder / "shards-1")
     model = hl.nn.GNN([SAGEConv(4, 5)])
-    with pytest.raises(ValueError, match=r"is in shards, of which this rank has one.*method=sampled"):
+    with pytest.raises(ValueError, match=r"in shards.*method=sampled"):
         hl.Trainer(model, data, hl.Historical(num_parts=2, parts_per_batch=1), show=False)
-    with pytest.raises(ValueError, match=r"its labels are data\.shard\.labels"):
+    with pytest.raises(ValueError, match=r"data\.shard\.labels"):
         _ = data.labels
-    with pytest.raises(ValueError, match="there are 2 shards and 1 processes"):
+    with pytest.raises(ValueError, match="2 shards and 1 processes"):
         hl.shards.open(folder / "shards-2")

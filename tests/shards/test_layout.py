@@ -83,7 +83,7 @@ def test_a_layout_that_does_not_fit_together_is_refused() -> None:
     layout = shard_layouts(*graph_and_parts(3))[0]
     with pytest.raises(ValueError, match="no shard 3 among 3"):
         replace(layout, rank=3)
-    with pytest.raises(ValueError, match="halos needs one entry for each of the 3 shards"):
+    with pytest.raises(ValueError, match=r"halos .*3 shards"):
         replace(layout, halos=layout.halos[:2])
     with pytest.raises(ValueError, match="part 0 has"):
         replace(layout, own_ids=layout.own_ids[1:])

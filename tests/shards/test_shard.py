@@ -58,19 +58,19 @@ def test_what_cannot_be_opened_is_refused_with_a_sentence(folder: Path, tmp_path
     assert is_shards(folder)
     assert is_shards(folder / "shard-0")
     assert not is_shards(tmp_path / "none")
-    with pytest.raises(ValueError, match="numbered from 0 to 2: start one process per shard"):
+    with pytest.raises(ValueError, match=r"0 to 2: .*one process per shard"):
         open_shard(folder, 3)
-    with pytest.raises(ValueError, match="no split 2: choose from 0 to 1"):
+    with pytest.raises(ValueError, match=r"split 2: .*0 to 1"):
         open_shard(folder, 0, split=2)
-    with pytest.raises(ValueError, match="is not of shard 0"):
+    with pytest.raises(ValueError, match="not of shard 0"):
         open_shard(folder, 0).rows_of(open_shard(folder, 1).nodes[:1])
     shutil.move(folder / "shard-1", tmp_path / "kept")
-    with pytest.raises(ValueError, match=r"no shard 1 in .*: it is missing"):
+    with pytest.raises(ValueError, match=r"no shard 1 in .*is missing"):
         open_shard(folder, 1)
     shutil.copytree(folder / "shard-0", folder / "shard-1")
-    with pytest.raises(ValueError, match="holds shard 0: rename its folder to shard-0"):
+    with pytest.raises(ValueError, match="rename its folder to shard-0"):
         open_shard(folder, 1)
-    with pytest.raises(ValueError, match=r"there is no folder .*hopline partition"):
+    with pytest.raises(ValueError, match=r"no folder .*hopline partition"):
         open_shard(tmp_path / "none", 0)
     rich().save(tmp_path / "plain")
     with pytest.raises(ValueError, match="holds no shards"):
@@ -79,10 +79,10 @@ def test_what_cannot_be_opened_is_refused_with_a_sentence(folder: Path, tmp_path
     with pytest.raises(ValueError, match=r"halo_rows.npy is missing"):
         open_shard(folder, 2)
     change_manifest(folder / "shard-0", "num_shards", 2)
-    with pytest.raises(ValueError, match=r"do not fit together.*hopline partition"):
+    with pytest.raises(ValueError, match=r"do not fit.*hopline partition"):
         open_shard(folder, 0)
     change_manifest(folder / "shard-0", "version", 7)
-    with pytest.raises(ValueError, match="has version 7, this hopline reads 1"):
+    with pytest.raises(ValueError, match=r"version 7, .*reads 1"):
         open_shard(folder, 0)
 
 

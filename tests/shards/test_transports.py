@@ -66,12 +66,12 @@ def test_bytes_are_counted_for_whoever_listens() -> None:
 
 def test_one_shard_of_several_is_not_all() -> None:
     layout = shard_layouts(*graph_and_parts(3))[0]
-    with pytest.raises(ValueError, match="shard 0 of 3 needs rows of the others"):
+    with pytest.raises(ValueError, match="shard 0 of 3 needs rows"):
         LocalTransport(layout)
 
 
 def test_ranks_and_shards_must_be_as_many(group: None) -> None:
-    with pytest.raises(ValueError, match="shard 2 of 3 is open on rank 0 of 1: start as many ranks"):
+    with pytest.raises(ValueError, match=r"shard 2 of 3 .*rank 0 of 1"):
         P2PTransport(shard_layouts(*graph_and_parts(3))[2])
 
 

@@ -128,7 +128,7 @@ def test_a_cut_that_fails_leaves_the_old_shards(tmp_path: Path, monkeypatch: pyt
 
 def test_mistakes_are_refused_with_a_sentence(tmp_path: Path) -> None:
     data = rich()
-    with pytest.raises(ValueError, match="the partition is of 12 nodes"):
+    with pytest.raises(ValueError, match="of 12 nodes"):
         cut(data, make_partition(rich(12, 30).graph, 2, "range"), tmp_path / "shards")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("mine")

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch_geometric.nn import SAGEConv
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 
 
 @dataclasses.dataclass(frozen=True)

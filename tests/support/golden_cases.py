@@ -34,11 +34,12 @@ from hopline.core.partition import make_partition
 from hopline.core.sampler import NeighborSampler
 from hopline.core.seed_order import seed_batches
 from hopline.core.tree_layout import TreeSampler
-from hopline.data import planted_partition
 from hopline.data.placement import place
+from hopline.data.synthetic import planted_partition
 from hopline.distributed.world import World
 from hopline.methods.historical.edge_dropout import drop_edges
 from hopline.methods.historical.groups import Groups
+from hopline.methods.partitioned.parts import Parts
 from hopline.methods.partitioned.rank_histories import PartAssignment
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.shards.layout import shard_layouts
@@ -755,10 +756,11 @@ def _partitions(how: str) -> Iterable[Tensor]:
 def _groups() -> Iterable[Tensor]:
     graph = make_data("dense").graph
     partition = make_partition(graph, 8, "random", seed=3)
+    assignment = PartAssignment.of(World.alone(), 8)
+    parts = Parts(graph, partition, assignment)
     for groups in ("redrawn", "fixed"):
-        parts = Groups(graph, partition, historical(groups=groups), PartAssignment.of(World.alone(), 8), 3)
         for epoch in range(4):
-            for group in parts.groups_of(epoch):
+            for group in Groups(historical(groups=groups), assignment, 3).groups_of(epoch):
                 yield torch.tensor(group)
                 yield parts.nodes_of(group)
 

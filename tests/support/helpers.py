@@ -33,6 +33,10 @@ from hopline.data.dataset import Dataset
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import edge_arguments
 from hopline.tables import TensorTable
+from hopline.tasks.kinds import LabelKind
+from hopline.tasks.own_steps import OwnSteps
+from hopline.tasks.settings import DEFAULT_TASKS, LabelFacts
+from hopline.tasks.task import Task, TrainStep
 
 KERNEL_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """The device of tests of Triton kernels: a GPU, or the CPU, where Triton's interpreter runs them."""
@@ -387,3 +391,13 @@ def shared_memory_of_hopline() -> set[str]:
     """Names of hopline's files in shared memory and among temporary files. Those of other programs do not count."""
     folders = (Path("/dev/shm"), Path(tempfile.gettempdir()))
     return {str(path) for folder in folders for path in folder.glob("hopline-*")}
+
+
+def usual_task(num_classes: int, kind: LabelKind = "single") -> Task:
+    """The default task of labels of a kind."""
+    return DEFAULT_TASKS[kind].bind(LabelFacts(kind=kind, num_classes=num_classes))
+
+
+def own_task(train_step: TrainStep) -> Task:
+    """A task whose loss is a function of the test's."""
+    return OwnSteps(usual_task(0), train_step, None)

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hopline.data import planted_partition
 from hopline.data.dataset import Dataset
 from hopline.data.host_copy import share
+from hopline.data.synthetic import planted_partition
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World

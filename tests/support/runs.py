@@ -23,7 +23,7 @@ from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.cli import main
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
 
@@ -86,8 +86,7 @@ def quick(folder: Path, **changes: Any) -> RunConfig:
 
 def labels(data: hl.Dataset, split: str) -> Tensor:
     """The labels of the nodes of a split."""
-    assert data.y is not None
-    return data.y[data.splits[split]]
+    return data.labels[data.splits[split]]
 
 
 def losses(run: hl.Run) -> list[float]:

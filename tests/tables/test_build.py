@@ -77,7 +77,7 @@ def test_an_order_without_its_arguments_is_refused() -> None:
         hl.table(ROWS, device_cache=160, order="access", graph=GRAPH, device="cpu")
     with pytest.raises(ValueError, match="degree, access, observed"):
         hl.table(ROWS, device_cache=160, order="size", graph=GRAPH, device="cpu")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="51 rows for the 50 nodes"):
+    with pytest.raises(ValueError, match="51 rows for the 50"):
         hl.table(torch.zeros(51, 4), device_cache=160, graph=GRAPH, device="cpu")
 
 
@@ -147,7 +147,7 @@ def test_a_map_that_may_only_be_read_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"device": 0}, {"devices": [0, 1]}], ids=str)
 def test_a_gpu_that_is_not_there_is_refused(options: dict) -> None:
-    with pytest.raises(ValueError, match="no CUDA device here: use device='cpu'"):
+    with pytest.raises(ValueError, match=r"no CUDA device .*device='cpu'"):
         hl.table(ROWS, **options)
 
 

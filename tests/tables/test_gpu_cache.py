@@ -80,26 +80,6 @@ def test_rows_in_one_place_are_one_tensor() -> None:
     assert tiered().num_bytes == 4 * 20 + 60 * 4
 
 
-@pytest.mark.parametrize("bad", [-1, -2, 60])
-@pytest.mark.parametrize("hot", [HOT, None, HOT[:0]])
-def test_an_id_that_is_not_there_raises(bad: int, hot: torch.Tensor | None) -> None:
-    with pytest.raises(IndexError, match=r"outside 0 \.\. 59"):
-        tiered(hot).read(torch.tensor([3, bad]))
-
-
-def test_a_mask_is_not_a_list_of_ids() -> None:
-    with pytest.raises(ValueError, match="1-D"):
-        tiered()[torch.ones(60, dtype=torch.bool)]
-
-
-def test_a_write_reaches_all_tiers() -> None:
-    for table in (tiered(), tiered(None)):
-        table.read(torch.tensor([0]))
-        table.write(torch.tensor([3, 7]), torch.ones(2, 5, dtype=torch.float64))
-        for reader in (table, table.below):
-            assert reader.read(torch.tensor([3, 7, 1])).tolist() == [[1.0] * 5, [1.0] * 5, ROWS[1].tolist()]
-
-
 def test_what_was_read_most_is_kept_after_the_first_epoch() -> None:
     table = tiered(observe=True)
     before = table.tiers()
@@ -166,7 +146,7 @@ def test_ids_on_another_device_are_read_below() -> None:
 def test_a_gpu_reads_writes_and_counts_as_the_cpu_does(
     hot: torch.Tensor | None, sorted_from: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hopline.tables.tiered.SORTED_FROM", sorted_from)
+    monkeypatch.setattr("hopline.tables.gpu_cache.SORTED_FROM", sorted_from)
     table = TieredTable(TensorTable(ROWS.clone()), hot, "cuda", observe=True)
     ids = torch.cat([randint(0, 60, 100), HOT])
     table.read(ids.cuda())
@@ -227,7 +207,7 @@ def test_staging_memory_is_reserved_behind_the_hot_rows() -> None:
 @needs_gpu
 @pytest.mark.parametrize("free", [0, 1 << 30], ids=["none", "some"])
 def test_room_behind_the_hot_rows_of_a_gpu_that_has(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hopline.tables.tiered.free_bytes", lambda device: free)
+    monkeypatch.setattr("hopline.tables.gpu_cache.free_bytes", lambda device: free)
     table = TieredTable(TensorTable(ROWS.clone()), HOT, "cuda")
     ids = randint(0, 60, 100)
     table.read(ids.cuda())

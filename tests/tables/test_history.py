@@ -45,7 +45,7 @@ def test_tables_that_the_disk_cannot_hold_are_refused_before_they_are_written(sm
     """A page without space would end the process by SIGBUS."""
     rows = randn(1000, 4).float()
     Histories(1000, MappedFiles(small_disk / "tables")).write(0, [slice(0, 1000)], rows)
-    with pytest.raises(ValueError, match=r"cannot write .*h.1.bin \(No space left on device\): .* its 625 KiB"):
+    with pytest.raises(ValueError, match=r"h\.1\.bin \(No space left .* 625 KiB"):
         Histories(40_000, MappedFiles(small_disk / "tables")).write(1, [slice(0, 1000)], rows)
     assert not (small_disk / "tables" / "h.1.bin").exists()
 
@@ -55,13 +55,13 @@ def test_all_ranks_hear_of_a_disk_that_is_full(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"h.0.bin \(No space left on device\)"):
+    with pytest.raises(ValueError, match=r"h\.0\.bin \(No space left"):
         SharedFiles(tmp_path, World.alone(), False).new("h", 0, (3, 4), torch.float32)
 
     second_rank = World.alone()
     monkeypatch.setattr(second_rank, "local_rank", 1)
     monkeypatch.setattr(second_rank, "any", lambda flag: True)  # the first rank of the host has a problem
-    with pytest.raises(ValueError, match="another rank could not write a table"):
+    with pytest.raises(ValueError, match="another rank could not write"):
         SharedFiles(tmp_path, second_rank, False).new("h", 0, (3, 4), torch.float32)
 
 

@@ -12,11 +12,11 @@ import torch
 import torch_geometric.nn as pyg
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.device import row_mover
 from hopline.device.row_mover import RowMover
 from hopline.layerwise.engine import Boundaries
-from hopline.methods.historical.work import HistoricalWork
+from hopline.methods.partitioned.partitioned_graph import PartitionedGraph
 from hopline.tables.allocators import Where, allocator_at, choose_where
 from hopline.tables.history import Histories
 from tests.support.grids import RUNS_ON_GPU
@@ -243,10 +243,10 @@ def test_training_is_the_same_with_every_kind_of_table(
     if way == SMALL_BUFFERS:
         small_buffers(1024)
 
-    def new_histories(work: HistoricalWork, name: str) -> Histories:
-        return histories_at(WAYS[way], work.partition.num_nodes, torch.device("cpu"), name=name)
+    def new_histories(partitioned: PartitionedGraph, name: str) -> Histories:
+        return histories_at(WAYS[way], partitioned.partition.num_nodes, torch.device("cpu"), name=name)
 
-    monkeypatch.setattr(HistoricalWork, "_new_histories", new_histories)
+    monkeypatch.setattr(PartitionedGraph, "_new_histories", new_histories)
     losses, weights = train("gcn", "cpu", **settings)
     assert losses == expected[0]
     assert torch.equal(weights, expected[1])

@@ -53,17 +53,6 @@ def test_a_mapped_file_is_read_and_written_in_place(tmp_path: Path) -> None:
     assert np.load(path)[:, 0].tolist() == [0, 0, 0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("bad", [-1, 4])
-def test_an_id_that_is_not_there_raises(bad: int) -> None:
-    with pytest.raises(IndexError, match=r"outside 0 \.\. 3"):
-        TensorTable(randn(4, 2)).read(torch.tensor([bad]))
-
-
-def test_a_mask_is_not_a_list_of_ids() -> None:
-    with pytest.raises(ValueError, match="1-D"):
-        TensorTable(randn(4, 2))[torch.tensor([True, False, True, True])]
-
-
 def test_kernels_read_all_rows_from_one_place() -> None:
     rows = randn(4, 2)
     table = TensorTable(rows)

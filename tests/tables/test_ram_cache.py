@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hopline.tables import CachedTable, TensorTable
 from hopline.util import trace
-from tests.support.helpers import randint, randn
+from tests.support.helpers import randn
 
 ROWS = randn(30, 4)
 
@@ -21,14 +21,6 @@ class Counting(TensorTable):
     def read(self, ids: Tensor) -> Tensor:
         self.asked += ids.tolist()
         return super().read(ids)
-
-
-@pytest.mark.parametrize("hot", [[], [3], [29, 0, 7], list(range(30)), [5, 5]], ids=str)
-def test_a_cache_reads_what_the_table_below_holds(hot: list[int]) -> None:
-    table = CachedTable(TensorTable(ROWS), torch.tensor(hot, dtype=torch.int64))
-    ids = randint(0, 30, 100)
-    assert torch.equal(table.read(ids), ROWS[ids])
-    assert (table.shape, table.dtype) == ((30, 4), torch.float64)
 
 
 def test_a_hot_row_is_not_asked_for_again() -> None:
@@ -47,14 +39,6 @@ def test_hits_and_misses_are_counted() -> None:
     assert counters.totals() == {"rows.cache_hit": 3, "rows.cache_miss": 1}
 
 
-def test_a_write_reaches_the_cache_and_what_lies_below() -> None:
-    below = TensorTable(torch.zeros(5, 2))
-    table = CachedTable(below, torch.tensor([1, 3]))
-    table.write(torch.tensor([0, 3]), torch.tensor([[1.0, 1.0], [2.0, 2.0]]))
-    for reader in (below, table):
-        assert reader.read(torch.arange(5))[:, 0].tolist() == [1, 0, 0, 2, 0]
-
-
 def test_a_write_that_is_refused_below_changes_nothing() -> None:
     table = CachedTable(TensorTable(ROWS, read_only=True), torch.tensor([1]))
     with pytest.raises(TypeError, match="read-only"):
@@ -64,11 +48,3 @@ def test_a_write_that_is_refused_below_changes_nothing() -> None:
 
 def test_counts_its_own_bytes_only() -> None:
     assert CachedTable(TensorTable(ROWS), torch.tensor([1, 2])).num_bytes == 2 * 4 * 8 + 30 * 4
-
-
-@pytest.mark.parametrize("bad", [-1, 30])
-@pytest.mark.parametrize("hot", [[29], []], ids=["hot", "cold"])
-def test_an_id_that_is_not_there_raises(bad: int, hot: list[int]) -> None:
-    table = CachedTable(TensorTable(ROWS), torch.tensor(hot, dtype=torch.int64))
-    with pytest.raises(IndexError, match=r"outside 0 \.\. 29"):
-        table.read(torch.tensor([bad]))

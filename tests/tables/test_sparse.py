@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hopline.tables import SparseTable
-from tests.support.helpers import randint, randn
+from tests.support.helpers import randn
 
 
 def sparse_rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -15,17 +15,6 @@ def sparse_rows(dtype: torch.dtype = torch.float64) -> torch.Tensor:
     rows[rows.abs() < 1] = 0
     rows[4] = 0
     return rows
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
-def test_reads_what_the_dense_rows_hold(dtype: torch.dtype) -> None:
-    rows = sparse_rows(dtype)
-    table = SparseTable.from_dense(rows)
-    ids = torch.cat([randint(0, 30, 40), torch.tensor([4, 4])])
-    assert table.shape == (30, 12)
-    assert table.dtype == dtype
-    assert torch.equal(table.read(ids), rows[ids])
-    assert table.read(ids[:0]).shape == (0, 12)
 
 
 def test_reads_rows_as_they_are_stored() -> None:
@@ -53,9 +42,3 @@ def test_num_bytes_counts_stored_entries_and_not_zeros() -> None:
 def test_a_sparse_table_is_read_only() -> None:
     with pytest.raises(TypeError, match="SparseTable is read-only"):
         SparseTable.from_dense(sparse_rows()).write(torch.tensor([0]), torch.zeros(1, 12))
-
-
-@pytest.mark.parametrize("bad", [-1, 30])
-def test_an_id_that_is_not_there_raises(bad: int) -> None:
-    with pytest.raises(ValueError, match=r"outside 0 \.\. 29"):
-        SparseTable.from_dense(sparse_rows()).read(torch.tensor([bad]))

@@ -105,7 +105,7 @@ def test_a_failure_is_raised_after_earlier_results_with_its_cause():
         thread.submit(epoch, buffer)
     thread._future.result(60)
     assert [one.epoch for one in thread.results()] == [1]
-    with pytest.raises(EvaluationError, match="evaluation after epoch 2 failed: ZeroDivisionError: no more") as caught:
+    with pytest.raises(EvaluationError, match="epoch 2 failed: ZeroDivisionError: no more") as caught:
         thread.results(wait=True)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     thread.close()

@@ -93,7 +93,7 @@ def test_asynchronous_evaluation_sees_the_attributes_of_its_epoch(change: Any):
 
 
 def test_what_asynchronous_evaluation_cannot_follow_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"options.scale of the model has changed .* set evaluate=blocking"):
+    with pytest.raises(ValueError, match=r"options\.scale .*evaluate=blocking"):
         fit(small(), make_annealed(), method(), callbacks=[Anneal(change_object)], evaluate="async", **SETTINGS)
 
 
@@ -126,7 +126,7 @@ def test_a_resumed_run_says_what_no_checkpoint_keeps(tmp_path: Path, caplog: pyt
     fit(small(), make_annealed(), method(), epochs=1, **options)
     with caplog.at_level(logging.WARNING):
         fit(small(), make_annealed(), method(), epochs=2, resume=True, **options)
-    assert "options.scale of the model had changed while it was trained" in caplog.text
+    assert r"options.scale of the model had changed" in caplog.text
 
 
 def test_tensors_are_set_in_place_so_that_views_of_them_stay():
@@ -186,7 +186,7 @@ def test_an_extra_state_that_no_file_holds_is_refused_before_training(tmp_path: 
     conv = Extra()
     conv.extra = SimpleNamespace(a=1)
     model = hl.nn.GNN([conv])
-    with pytest.raises(ValueError, match=r"convs.0._extra_state of the model .* leave out out="):
+    with pytest.raises(ValueError, match=r"convs\.0\._extra_state .*leave out out="):
         fit(small(), model, method(fanouts=(4,)), out=tmp_path)
 
 
@@ -224,7 +224,7 @@ def test_weights_that_a_callback_registers_are_refused_at_once(register: Any, na
     if register is _register_buffer and hook == "on_fit_start":  # all epochs have it
         trainer.fit()
         return
-    with pytest.raises(ValueError, match=rf"{name} of the model was registered, replaced or removed after training"):
+    with pytest.raises(ValueError, match=f"{name} of the model was registered"):
         trainer.fit()
     assert trainer.run.epochs <= 3
     if register is not _register_buffer:  # the checkpoint is one that a run without the callback can resume

@@ -65,7 +65,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     payload = buffer.getvalue()
     header = f"hopline-checkpoint {hashlib.sha256(payload).hexdigest()} {len(payload)}\n".encode()
     (tmp_path / "c").write_bytes(header + payload)
-    with pytest.raises(ValueError, match=r"c is damaged .*UnpicklingError.*: restore it, or remove it to begin anew"):
+    with pytest.raises(ValueError, match=r"c is damaged .*UnpicklingError"):
         checkpoint.read(tmp_path / "c")
     assert not (tmp_path / "executed").exists()
 
@@ -470,7 +470,7 @@ def test_a_checkpoint_that_holds_something_else_is_named(payload: str, tmp_path:
     header = f"hopline-checkpoint {hashlib.sha256(content).hexdigest()} {len(content)}\n".encode()
     path = tmp_path / "run" / checkpoint.FILE
     path.write_bytes(header + content)
-    with pytest.raises(ValueError, match=r"checkpoint.pt is damaged \(.*\): restore it, or remove it to begin anew"):
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged .*remove it"):
         make_trainer(tmp_path / "run", epochs=2, resume=True).fit()
 
 
@@ -486,5 +486,5 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) 
     world.size = 2
     checkpoints = checkpoint.Checkpoints(tmp_path, TrainSettings(checkpoint_s=60), world)
     with checkpoints, checkpoints.hold_signals():
-        checkpoints.write_if_due(None, None)  # type: ignore[arg-type]
+        checkpoints.write_if_due(None)  # type: ignore[arg-type]
         assert checkpoints.signals.received == signal.SIGTERM

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +175,21 @@ def test_an_error_in_epochs_that_would_not_have_been_trained_is_dropped_with_the
         fit(data, model_of("gat", data), train_step=step, evaluate="async", **settings)
 
 
+def test_an_error_of_a_callback_is_not_dropped_by_the_result_of_a_later_epoch(permits: threading.Semaphore):
+    class Fails(hl.Callback):
+        """Fails at the result of epoch 2, and would stop the run at that of epoch 3."""
+
+        def on_evaluate_end(self, trainer: hl.Trainer, evaluation: hl.extend.Evaluation) -> None:
+            if evaluation.epoch == 2:
+                raise RuntimeError("a mistake in a callback")
+            if evaluation.epoch == 3:
+                trainer.stop("enough")
+
+    for how in ("blocking", "async"):
+        with pytest.raises(RuntimeError, match="a mistake in a callback"):
+            fit(small(), epochs=6, evaluate=how, callbacks=[Fails(), Permit(permits, 4)])
+
+
 @pytest.mark.usefixtures("thread_alone")
 def test_training_does_not_wait_and_hooks_come_in_order(permits: threading.Semaphore):
     data = small()
@@ -195,11 +209,11 @@ def test_with_a_full_backlog_training_waits_for_the_oldest(
 ):
     collect = AsyncEvaluator._collect
 
-    def permit_one(self: AsyncEvaluator, *, wait: bool = False) -> Iterator[validation.Result]:
+    def permit_one(self: AsyncEvaluator, *, wait: bool = False) -> None:
         """Only where training waits does a result come."""
         if wait:
             permits.release()
-        return collect(self, wait=wait)
+        collect(self, wait=wait)
 
     monkeypatch.setattr(AsyncEvaluator, "_collect", permit_one)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 2)
@@ -229,7 +243,7 @@ def test_a_crash_in_evaluation_surfaces_with_its_traceback(tmp_path: Path, monke
         return {}
 
     monkeypatch.setattr(Measure, "__call__", broken)
-    with pytest.raises(EvaluationError, match="evaluation after epoch 1 failed: ZeroDivisionError: no more") as caught:
+    with pytest.raises(EvaluationError, match="epoch 1 failed: ZeroDivisionError: no more") as caught:
         fit(small(), epochs=3, evaluate="async", out=tmp_path)
     assert "in broken" in "".join(traceback.format_exception(caught.value))
     assert "no more" in records(tmp_path, "end")[0]["reason"]
@@ -304,7 +318,7 @@ class StopAt(hl.Callback):
             until = time.monotonic() + 60
             while len(trainer.run.evaluations) < self.after and time.monotonic() < until:
                 time.sleep(0.05)
-                trainer.act_on(trainer.evaluations.poll())
+                trainer.evaluator.after_step()
             raise KeyboardInterrupt
 
 
@@ -346,16 +360,16 @@ class Own(hl.Trainer):
 
 def test_asynchronous_evaluation_that_could_differ_is_refused():
     data = small()
-    with pytest.raises(ValueError, match=r"a copy of the model, without Own\.evaluate: set evaluate=blocking"):
+    with pytest.raises(ValueError, match=r"Own\.evaluate: .*evaluate=blocking"):
         Own(sage(data), data, method(), evaluate="async")
-    with pytest.raises(ValueError, match="refresh_every=1, or set evaluate=blocking"):
+    with pytest.raises(ValueError, match=r"refresh_every=1, .*evaluate=blocking"):
         hl.Trainer(
             sage(data),
             data,
             hl.Historical(num_parts=4, parts_per_batch=2, refresh_every="evaluation"),
             evaluate="async",
         )
-    with pytest.raises(ValueError, match=r"evaluate=async cannot run test_step=, since .*: set evaluate=blocking$"):
+    with pytest.raises(ValueError, match=r"evaluate=async .*test_step=.*evaluate=blocking$"):
         hl.Trainer(sage(data), data, method(), test_step=lambda *_: {"a": 1.0}, evaluate="async")
 
 
@@ -408,13 +422,14 @@ def test_several_ranks_end_with_the_blocking_run(tmp_path: Path):
     assert all(same_weights(outcomes["async"][3][name], weights) for name, weights in outcomes["blocking"][3].items())
 
 
-def test_a_result_is_a_value_until_the_trainer_acts_on_it():
+def test_an_evaluation_is_a_value_until_it_is_acted_on():
     data = small()
     trainer = hl.Trainer(model_of("sage", data), data, method(), epochs=1, show=False)
     run = trainer.fit()
     before = len(run.evaluations), trainer.metric, trainer.stop_reason
-    (result,) = validation.BlockingEvaluator(trainer).validate(7)
-    assert (result.evaluation.epoch, result.evaluation.split, result.weights) == (7, "valid", None)
+    evaluator = validation.Evaluator(trainer)
+    evaluation = evaluator.evaluate(7, "valid", exact=True)
+    assert (evaluation.epoch, evaluation.split) == (7, "valid")
     assert (len(run.evaluations), trainer.metric, trainer.stop_reason) == before
-    assert trainer.act_on(iter([result])) == [result.evaluation]
-    assert run.evaluations[-1] is result.evaluation
+    evaluator.act_on(evaluation)
+    assert run.evaluations[-1] is evaluation

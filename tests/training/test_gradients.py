@@ -80,9 +80,9 @@ def test_a_killed_run_is_resumed_to_the_bit(way: str, tmp_path: Path) -> None:
         over_ranks(way, **changes, out=str(tmp_path / "cut"), kill=[1, 5])
     assert over_ranks(way, **changes, out=str(tmp_path / "cut")) == whole
     for other in ("default", "top all"):
-        with pytest.raises(ValueError, match=r"is of another run: gradients is .* there and .* here"):
+        with pytest.raises(ValueError, match=r"another run: gradients is .* there and .* here"):
             over_ranks(other, **changes, out=str(tmp_path / "cut"))
-    with pytest.raises(ValueError, match=r"has a state for each of 2 ranks .* and this run has 1: start 2, or choose"):
+    with pytest.raises(ValueError, match=r"2 ranks .*has 1: start 2"):
         train(ALONE, way, "share", {**changes, "out": str(tmp_path / "cut")})
 
 
@@ -93,12 +93,12 @@ def test_a_function_has_no_state_so_another_number_of_ranks_resumes(tmp_path: Pa
 
 
 def test_ranks_that_drift_apart_are_refused() -> None:
-    with pytest.raises(ValueError, match="after epoch 1 the ranks have different weights, and nothing combines their"):
+    with pytest.raises(ValueError, match=r"epoch 1 .*different weights"):
         over_ranks("nothing")
 
 
 def test_a_state_that_no_checkpoint_can_keep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"NotPlain.state_dict holds more than tensors and plain values"):
+    with pytest.raises(ValueError, match=r"NotPlain\.state_dict"):
         train(ALONE, "not plain", "share", {"out": str(tmp_path / "run")})
 
 
@@ -170,7 +170,7 @@ def test_what_combines_nothing_is_refused(gradients: Any, sentence: str) -> None
 
 def test_ranks_of_full_batch_cannot_step_apart() -> None:
     pair = World(RankSpec(rank=0, size=2))
-    with pytest.raises(ValueError, match=r"gradients=LocalSGD\(...\) gives every rank weights of its own.*hl.Sampled"):
+    with pytest.raises(ValueError, match=r"gradients=LocalSGD\(...\) .*hl\.Sampled"):
         check_gradients(LocalSGD(), hl.FullBatch(), pair)
     assert check_gradients(TopK(), hl.FullBatch(), pair).share == 0.05  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline import infer
 from hopline.metrics import mode_of
-from hopline.report.writer import render_html
+from hopline.report.page import render
 from hopline.training import checkpoint
 from tests.support.runs import evaluated, fit, records, small, without
 
@@ -135,9 +135,7 @@ def test_a_resumed_run_keeps_to_it(tmp_path: Path):
     assert uninterrupted.best_epoch == min(losses, key=lambda epoch: losses[epoch]) < uninterrupted.epochs < 12
     with pytest.raises(RuntimeError, match="enough"):
         fit(small(), out=tmp_path, checkpoint_s=0.0, callbacks=[StopAfter(3 * uninterrupted.best_epoch + 2)], **FALLING)
-    with pytest.raises(
-        ValueError, match=r"has kept the epoch with the min of loss, and here the max is the best: .*'min'"
-    ):
+    with pytest.raises(ValueError, match=r"min of loss, .*the max .*'min'"):
         fit(small(), out=tmp_path, resume=True, metric_mode="max", **FALLING)
     resumed = fit(small(), out=tmp_path, resume=True, **FALLING)
     assert (resumed.best_epoch, resumed.epochs, resumed.reason) == (
@@ -153,7 +151,7 @@ def test_a_checkpoint_that_kept_the_highest_loss_is_refused(tmp_path: Path):
     state = checkpoint.read(tmp_path / checkpoint.FILE)
     state["best_is"] = "max"
     checkpoint.write(tmp_path / checkpoint.FILE, state)
-    with pytest.raises(ValueError, match="has kept the epoch with the max of loss, and here the min is the best"):
+    with pytest.raises(ValueError, match=r"max of loss, .*the min"):
         fit(small(), out=tmp_path, resume=True, **FALLING)
 
 
@@ -164,5 +162,5 @@ def test_the_page_of_a_run_that_was_killed_shows_the_lowest(tmp_path: Path):
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(lines_before_end))
     best = min(r["metrics"]["loss"] for r in records(tmp_path, "evaluate") if r["split"] == "valid")
-    tiles = render_html(tmp_path).split("best valid")[0]
+    tiles = render(tmp_path).split("best valid")[0]
     assert f"{best:.4f}" in tiles[-200:]

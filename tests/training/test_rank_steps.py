@@ -45,7 +45,7 @@ def test_uneven_ranks_resume_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 
 
 def test_ranks_that_disagree_about_the_total_are_refused() -> None:
-    with pytest.raises(ValueError, match="some units of a step say their total_size"):
+    with pytest.raises(ValueError, match=r"some units .*total_size"):
         run(_train, TWO, "half known", {})
 
 

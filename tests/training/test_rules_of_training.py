@@ -44,7 +44,7 @@ def test_a_single_score_for_two_classes_is_trained_by_bce_and_judged_by_its_sign
 def test_a_single_score_for_more_classes_is_refused(has_own_step: bool):
     data = small()
     step: Any = (lambda model, batch: model(batch).square().mean()) if has_own_step else None
-    with pytest.raises(ValueError, match="the model puts out 1 column for 4 classes: widen its last layer"):
+    with pytest.raises(ValueError, match="1 column for 4 classes"):
         fit(data, sage(data, outputs=1), epochs=1, train_step=step)
 
 
@@ -115,7 +115,7 @@ def test_a_parameter_that_is_not_the_models_is_refused():
             return torch.optim.SGD([*self.model.parameters(), nn.Parameter(torch.ones(3))], lr=0.1)
 
     data = small()
-    with pytest.raises(ValueError, match=r"a parameter of shape \[3\] that is not the model's, so no checkpoint"):
+    with pytest.raises(ValueError, match=r"shape \[3\] .*no checkpoint"):
         Own(sage(data), data, method(), show=False).fit()
 
 
@@ -127,7 +127,7 @@ def test_a_training_node_that_is_there_twice_is_refused(how: hl.extend.Method):
     data = small()
     ids = torch.cat([data.train_ids, data.train_ids[3:4]])
     twice = dataclasses.replace(data, splits={**data.splits, "train": ids})
-    with pytest.raises(ValueError, match=rf"node {int(ids[-1])} is in split 'train' more than once"):
+    with pytest.raises(ValueError, match=rf"node {int(ids[-1])} is in split 'train' more"):
         fit(twice, how=how)
 
 
@@ -170,7 +170,7 @@ def test_batches_of_compensated_histories_give_equal_shares_of_the_full_gradient
     shares = {unit.total_size for unit in units}
     assert shares == {num_train / 10}
     model.zero_grad()
-    for group in work.parts.groups_of(1) if max_batches is None else [(part,) for part in range(10)]:
+    for group in work.groups.groups_of(1) if max_batches is None else [(part,) for part in range(10)]:
         work.unit(work.batch(group, None)).forward_backward(num_train / 10)  # type: ignore[arg-type]
     mean_gradients = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
     model.zero_grad()
@@ -232,7 +232,7 @@ def test_a_dataset_that_changes_under_a_trainer_is_refused(how: hl.extend.Method
             array.mul_(2)
 
     model = hl.nn.GNN([GCNConv(5, 4), GCNConv(4, 3)]).double()
-    with pytest.raises(ValueError, match=f"{name} of the dataset was changed in place after the Trainer was made"):
+    with pytest.raises(ValueError, match=f"{name} of the dataset was changed"):
         fit(data, model, how, callbacks=[Change()])
 
 
@@ -254,7 +254,7 @@ def test_changes_that_torch_does_not_count_are_refused_too(name: str, past: str)
             array.numpy()[:] = array.numpy()[::-1].copy()
         else:
             array[1] = array[1] + 1 if array.is_floating_point() else 1 - array[1].clamp(max=1)
-    with pytest.raises(ValueError, match=f"{name} of the dataset was changed in place after the Trainer was made"):
+    with pytest.raises(ValueError, match=f"{name} of the dataset was changed"):
         trainer.fit()
 
 
@@ -305,7 +305,7 @@ def test_a_hook_that_is_put_on_a_model_after_the_trainer_was_made_is_refused():
         trainer.fit()
     trainer = hl.Trainer(GCN(8, 4, 2, 4), data, hl.FullBatch(num_shards=2), show=False)
     trainer.model.register_forward_hook(lambda module, inputs, out: -out)
-    with pytest.raises(ValueError, match="hooks were put on GCN after the Trainer was made: put them on before"):
+    with pytest.raises(ValueError, match=r"hooks .*GCN after the Trainer"):
         trainer.fit()
 
 

@@ -193,7 +193,7 @@ def test_an_empty_split_counts_as_none():
 
 
 def test_without_training_nodes_the_error_says_how_to_draw_some():
-    with pytest.raises(ValueError, match=r"has no training nodes: draw some with split=.*hl\.random_split"):
+    with pytest.raises(ValueError, match=r"no training nodes: .*split=.*hl\.random_split"):
         fit(without(small(), "train"))
     assert fit(hl.random_split(without(small(), "train", "valid", "test"))).test > 0.5
 
@@ -421,7 +421,7 @@ def test_units_commit_after_the_optimizer_step():
 
 
 def test_units_with_other_arguments_are_refused_by_name():
-    with pytest.raises(TypeError, match=r"Begun.units takes \(self, epoch\): write units\(self, epoch, done=0, ex"):
+    with pytest.raises(TypeError, match=r"Begun\.units .*units\(self, epoch, done=0, ex"):
 
         class Begun(hl.extend.Work):
             def units(self, epoch: int) -> Iterator[hl.extend.Unit]:  # type: ignore[override]
@@ -434,7 +434,7 @@ def test_a_method_that_binds_no_work_is_refused_by_name():
             return self
 
     data = small()
-    with pytest.raises(ValueError, match="returned a Bare: derive its class from hl"):
+    with pytest.raises(ValueError, match=r"Bare: .*class from hl"):
         hl.Trainer(sage(data), data, Bare(), show=False)
 
 
@@ -461,7 +461,7 @@ def test_a_model_without_layers_refuses_a_weight_decay_of_the_rest():
             return self.gcn(x, edge_index)
 
     trainer = hl.Trainer(Own(), data, method(), weight_decay_rest=0.0)
-    with pytest.raises(ValueError, match="weight_decay_rest= is for the last layer, and Own is not made of layers"):
+    with pytest.raises(ValueError, match=r"weight_decay_rest= .*Own .*layers"):
         trainer.make_optimizer()
 
 
@@ -524,7 +524,7 @@ def test_nodes_without_a_label_take_part_as_neighbours_only():
 
 def test_without_labels_the_error_says_what_to_give():
     data = dataclasses.replace(small(), y=None)
-    with pytest.raises(ValueError, match="no labels to train on: give it y, or pass train_step="):
+    with pytest.raises(ValueError, match=r"labels .*give it y, .*train_step="):
         fit(data, sage(small()))
 
 
@@ -570,7 +570,7 @@ def test_layers_that_learn_their_width_from_the_data_train(kind: Any):
 
 
 def test_a_module_with_another_forward_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"Linear.forward takes \(input\): write forward\(x, edge_index, ...\)"):
+    with pytest.raises(ValueError, match=r"Linear\.forward .*forward\(x, edge_index, \.\.\.\)"):
         fit(small(), nn.Linear(8, 4))
 
 
@@ -616,14 +616,12 @@ def test_a_loss_that_is_not_a_number_ends_training_with_advice():
     def step(model: nn.Module, batch: hl.Batch) -> Tensor:
         return model(batch).sum() * math.nan
 
-    with pytest.raises(ValueError, match="the loss became nan in epoch 1: lower lr="):
+    with pytest.raises(ValueError, match="nan in epoch 1: lower lr="):
         fit(small(), train_step=step)
 
 
 def test_a_method_without_batches_is_an_error():
-    with pytest.raises(
-        ValueError, match=r"no batches for .* training nodes: set drop_last=false, or make batch_size smaller"
-    ):
+    with pytest.raises(ValueError, match=r"drop_last=false, .*batch_size smaller"):
         fit(small(), how=method(batch_size=1000, drop_last=True))
 
 
@@ -671,7 +669,7 @@ def test_an_exception_in_a_stage_names_it_and_ends_cleanly_with_a_report(workers
             table.broken = True  # batches that are prepared already are trained all the same
 
     how = method(workers=workers, batch_size=10)
-    with pytest.raises(StageError, match="stage 'gather' failed: the disk is gone"):
+    with pytest.raises(StageError, match="'gather' failed: the disk is gone"):
         fit(data, sage(data, input_dropout=0.1), how, out=tmp_path, callbacks=[Break()], evaluate_every=5)
     assert "the disk is gone" in records(tmp_path, "end")[0]["reason"]
     assert "failed" in records(tmp_path, "close")[0]["status"]
@@ -782,10 +780,10 @@ def test_the_default_method_follows_the_models_depth():
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
             return super().forward(x)
 
-    with pytest.raises(ValueError, match=r"the depth of Own cannot be told.* fanouts=\(15, 10\)"):
+    with pytest.raises(ValueError, match=r"depth of Own .*fanouts=\(15, 10\)"):
         fanouts(Own(data.num_features, data.num_classes))
     assert hl.Trainer(sage(data), data, show=False, epochs=1).fit().epochs == 1
-    with pytest.raises(ValueError, match=r"fanouts='auto' follows the model.* give model=, or one number per layer"):
+    with pytest.raises(ValueError, match=r"fanouts='auto' .*model="):
         hl.Sampled().loader(data)
     assert len(next(iter(hl.Sampled().loader(data, model=sage(data)))).blocks) == 2
 
@@ -823,18 +821,18 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant():
         ("callback", "callbacks"),
         ("weights_decay", "weight_decay"),
     ):
-        with pytest.raises(TypeError, match=rf"Trainer has no setting '{name}'. Did you mean '{meant}'\?"):
+        with pytest.raises(TypeError, match=rf"'{name}'.*'{meant}'"):
             hl.Trainer(sage(data), data, **{name: None})  # type: ignore[arg-type]
-    for name, meant in (("metrics", "test_step="), ("loss", "train_step="), ("logger", "callbacks=")):
-        with pytest.raises(TypeError, match=rf"Trainer has no setting '{name}': give {meant}"):
+    for name, meant in (("metrics", "task="), ("loss", "task="), ("logger", "callbacks=")):
+        with pytest.raises(TypeError, match=f"'{name}': give {meant}"):
             hl.Trainer(sage(data), data, **{name: None})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"fanouts=\(15, 10, 5\), not '5,5'"):
         hl.Sampled(fanouts="5,5")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Sampled has no setting 'fanout'. Did you mean 'fanouts'\?"):
+    with pytest.raises(TypeError, match=r"'fanout'.*'fanouts'"):
         hl.Sampled(fanout=(1, 2))  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"Sampled takes its settings by name, such as fanouts=\(1, 2\)"):
+    with pytest.raises(TypeError, match=r"by name, such as fanouts=\(1, 2\)"):
         hl.Sampled((1, 2))  # type: ignore[misc]
-    with pytest.raises(ValueError, match=r"callbacks must be objects of classes derived from hl.Callback, not <class"):
+    with pytest.raises(ValueError, match=r"callbacks .*hl\.Callback"):
         hl.Trainer(sage(data), data, callbacks=[hl.EarlyStop])  # type: ignore[list-item]
 
 
@@ -865,5 +863,5 @@ def test_a_failed_start_leaves_no_folder(tmp_path: Path):
 def test_a_split_that_is_not_there_is_refused_by_name():
     data = small()
     trainer = hl.Trainer(sage(data), data, method(), show=False)
-    with pytest.raises(ValueError, match="the dataset has no split 'vaild': choose one of train, valid, test"):
+    with pytest.raises(ValueError, match=r"split 'vaild': .*train, valid, test"):
         trainer.evaluate("vaild")

@@ -238,11 +238,6 @@ def test_override_refuses(assignment: str, words: list[str]):
         assert word in str(error.value)
 
 
-def test_override_runs_the_checks_of_the_dataclass():
-    with pytest.raises(ValueError, match="at least 1"):
-        override_run("method=full_batch", "method.num_shards=0")
-
-
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [
@@ -266,7 +261,7 @@ def test_parse_size(text: str | int, num_bytes: int):
 
 @pytest.mark.parametrize("text", ["", "-1G", -1, "nan", "inf", "20Gib/s", "GiB", "1e9", "1..5G", "5iB", True])
 def test_parse_size_refuses(text: str | int):
-    with pytest.raises(ValueError, match="as a size: write it as 20GiB"):
+    with pytest.raises(ValueError, match="write it as 20GiB"):
         spec.parse_size(text)
 
 

@@ -60,7 +60,7 @@ def test_values_of_the_right_type_are_taken(fine: dict[str, Any]):
         ({"widths": (1, "2")}, "widths must be a tuple of a whole number"),
         ({"widths": [1, 2]}, "widths must be a tuple"),
         ({"workers": "many"}, "workers must be a whole number or 'auto'"),
-        ({"place": "x"}, "place must be Path or None"),
+        ({"place": "x"}, "place must be Path"),
         ({"flag": 1}, "flag must be bool"),
         ({"inner": "cosine"}, r"inner must be a Inner\(\.\.\.\), not 'cosine'"),
     ],
@@ -89,7 +89,7 @@ def test_a_path_may_be_given_as_text_in_every_settings_class():
     assert SettingsWithPaths(weights="last").weights == "last"
     assert replace(ours, place="c").place == Path("c")  # type: ignore[arg-type]
     for wrong in (3, ""):
-        with pytest.raises(ValueError, match="place must be Path or None"):
+        with pytest.raises(ValueError, match="place must be Path"):
             SettingsWithPaths(place=wrong)  # type: ignore[arg-type]
 
 
@@ -142,7 +142,7 @@ def test_keywords_are_added_to_those_of_a_recipe_and_replaced_one_by_one():
 
 @pytest.mark.parametrize("text", ["conv.options=heads", "conv.options.heads.first=8"])
 def test_a_mapping_is_not_typed_as_a_whole(text: str):
-    with pytest.raises(ValueError, match=r"write conv.options.NAME=VALUE, or conv.options=none for no NAME"):
+    with pytest.raises(ValueError, match=r"conv\.options\.NAME=VALUE, or conv\.options=none"):
         override(Model(), [text])
 
 
@@ -150,7 +150,7 @@ def test_keywords_come_back_from_json():
     model = Model(conv=Conv(options={"heads": 8, "dropout": 1.0, "aggr": ["mean", "max"], "bias": False, "dim": None}))
     assert from_dict(Model, json.loads(json.dumps(to_dict(model)))) == model
     for wrong in ({"heads": {"a": 1}}, [1], 3, {"aggr": [[1]]}):
-        with pytest.raises(ValueError, match=r"conv.options=.* is not valid: expected keyword arguments by name"):
+        with pytest.raises(ValueError, match=r"conv\.options=.* is not valid"):
             from_dict(Model, {"conv": {"options": wrong}})
 
 

@@ -17,86 +17,62 @@ from hopline.util.host import HostMemory, host_memory
 
 MIB = 1 << 20
 MACHINE = SimpleNamespace(total=64_000 * MIB, available=32_000 * MIB)
-NO_LIMIT_V1 = "9223372036854771712\n"
+NO_LIMIT_V1 = "9223372036854771712"
 
 
-@pytest.mark.parametrize(
-    ("process", "files", "expected"),
-    [
-        pytest.param("", {}, (64_000, 32_000, False), id="no control groups"),
-        pytest.param("0::/\n", {"memory.max": "max\n"}, (64_000, 32_000, False), id="no limit"),
-        pytest.param(
-            "0::/\n",
-            {"memory.max": f"{620 * MIB}\n", "memory.current": f"{200 * MIB}\n"},
-            (620, 420, True),
-            id="container with a namespace of its own",
-        ),
-        pytest.param(
-            "0::/\n",
-            {
-                "memory.max": f"{620 * MIB}\n",
-                "memory.current": f"{600 * MIB}\n",
-                "memory.stat": f"anon 5\ninactive_file {500 * MIB}\n",
-            },
-            (620, 520, True),
-            id="file pages can be taken back",
-        ),
-        pytest.param(
-            "0::/a/b\n",
-            {
-                "a/b/memory.max": f"{900 * MIB}\n",
-                "a/b/memory.current": f"{100 * MIB}\n",
-                "a/memory.max": f"{800 * MIB}\n",
-                "a/memory.current": f"{700 * MIB}\n",
-                "memory.stat": "",
-            },
-            (800, 100, True),
-            id="nested: an outer group leaves less",
-        ),
-        pytest.param(
-            "0::/a\n",
-            {"a/memory.max": "max\n", "a/memory.high": f"{300 * MIB}\n", "a/memory.current": "0\n"},
-            (300, 300, True),
-            id="throttled from memory.high on",
-        ),
-        pytest.param(
-            "0::/machine/path/of/the/container\n",
-            {"memory.max": f"{620 * MIB}\n", "memory.current": "0\n"},
-            (620, 620, True),
-            id="path of the machine, not seen from inside",
-        ),
-        pytest.param("0::/../other\n", {"memory.max": "max\n"}, (64_000, 32_000, False), id="outside the namespace"),
-        pytest.param(
-            "5:cpu,cpuacct:/x\n4:memory:/docker/id\n0::/\n",
-            {
-                "memory/docker/id/memory.limit_in_bytes": f"{620 * MIB}\n",
-                "memory/docker/id/memory.usage_in_bytes": f"{120 * MIB}\n",
-                "memory/docker/id/memory.stat": f"inactive_file 1\ntotal_inactive_file {20 * MIB}\n",
-                "memory/memory.limit_in_bytes": NO_LIMIT_V1,
-            },
-            (620, 520, True),
-            id="version 1",
-        ),
-        pytest.param(
-            "4:memory:/\n", {"memory/memory.limit_in_bytes": NO_LIMIT_V1}, (64_000, 32_000, False), id="v1, no limit"
-        ),
-    ],
-)
+CONTAINERS: dict[str, tuple[str, dict[str, int | str], tuple[int, int, bool]]] = {
+    "no control groups": ("", {}, (64_000, 32_000, False)),
+    "no limit": ("0::/", {"memory.max": "max"}, (64_000, 32_000, False)),
+    "container with a namespace of its own": ("0::/", {"memory.max": 620, "memory.current": 200}, (620, 420, True)),
+    "file pages can be taken back": (
+        "0::/",
+        {"memory.max": 620, "memory.current": 600, "memory.stat": f"anon 5\ninactive_file {500 * MIB}"},
+        (620, 520, True),
+    ),
+    "nested: an outer group leaves less": (
+        "0::/a/b",
+        {"a/b/memory.max": 900, "a/b/memory.current": 100, "a/memory.max": 800, "a/memory.current": 700}
+        | {"memory.stat": ""},
+        (800, 100, True),
+    ),
+    "throttled from memory.high on": (
+        "0::/a",
+        {"a/memory.max": "max", "a/memory.high": 300, "a/memory.current": 0},
+        (300, 300, True),
+    ),
+    "path of the machine, not seen from inside": (
+        "0::/machine/path/of/the/container",
+        {"memory.max": 620, "memory.current": 0},
+        (620, 620, True),
+    ),
+    "outside the namespace": ("0::/../other", {"memory.max": "max"}, (64_000, 32_000, False)),
+    "version 1": (
+        "5:cpu,cpuacct:/x\n4:memory:/docker/id\n0::/",
+        {
+            "memory/docker/id/memory.limit_in_bytes": 620,
+            "memory/docker/id/memory.usage_in_bytes": 120,
+            "memory/docker/id/memory.stat": f"inactive_file 1\ntotal_inactive_file {20 * MIB}",
+            "memory/memory.limit_in_bytes": NO_LIMIT_V1,
+        },
+        (620, 520, True),
+    ),
+    "v1, no limit": ("4:memory:/", {"memory/memory.limit_in_bytes": NO_LIMIT_V1}, (64_000, 32_000, False)),
+}
+"""The control group of a process, files of groups (numbers are MiB), and (total MiB, available MiB, is_container)."""
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
 def test_the_memory_is_the_least_of_the_machine_and_all_groups(
-    process: str,
-    files: dict[str, str],
-    expected: tuple[int, int, bool],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    process, files, (total, available, is_container) = CONTAINERS[name]
     monkeypatch.setattr(psutil, "virtual_memory", lambda: MACHINE)
     cgroup = tmp_path / "cgroup"
-    for name, text in files.items():
-        (cgroup / name).parent.mkdir(parents=True, exist_ok=True)
-        (cgroup / name).write_text(text)
+    for file, content in files.items():
+        (cgroup / file).parent.mkdir(parents=True, exist_ok=True)
+        (cgroup / file).write_text(f"{content * MIB if isinstance(content, int) else content}\n")
     (tmp_path / "proc" / "self").mkdir(parents=True)
-    (tmp_path / "proc" / "self" / "cgroup").write_text(process)
-    total, available, is_container = expected
+    (tmp_path / "proc" / "self" / "cgroup").write_text("".join(f"{line}\n" for line in process.splitlines()))
     assert host_memory(cgroup, tmp_path / "proc") == (total * MIB, available * MIB, is_container)
 
 
@@ -111,7 +87,7 @@ def test_metis_is_refused_in_a_small_container(monkeypatch: pytest.MonkeyPatch):
     graph = Graph(indptr, torch.randint(0, 1_000_000, (3_000_000,), dtype=torch.int32))
     container = HostMemory(total=620 * MIB, available=300 * MIB, is_container=True)
     monkeypatch.setattr(partition, "host_memory", lambda: container)
-    with pytest.raises(ValueError, match=r"METIS would take about .* and 300 MiB are free: use how='streaming'"):
+    with pytest.raises(ValueError, match=r"METIS .*300 MiB .*how='streaming'"):
         partition.make_partition(graph, 4, how="metis")
 
 

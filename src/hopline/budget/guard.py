@@ -475,7 +475,6 @@ class BudgetGuard:
         return bytes_of
 
     def _is_on_other_device(self, batch: Batch) -> bool:
-        """Whether a batch waits on the host for a GPU. The step then runs on a copy."""
         return batch.seeds.device.type != self.job.device.type
 
     def predict_peak(self, batch: Batch) -> float:
@@ -546,7 +545,6 @@ class Attempt:
 
 
 def _run_whole(step: SplittableStep, this: Attempt) -> Tensor:
-    """Run a step at once. The predictor learns from it."""
     this.sizes = step.sizes()
     this.meter.lap()
     return step.run_whole()
@@ -583,10 +581,14 @@ class GuardedUnit(Unit):
     def total_size(self) -> float | None:
         return self.batch.total_seeds
 
+    @property
+    def weight(self) -> float:
+        return self.job.weight_of(self.batch)
+
     def forward_backward(self, total: float) -> Tensor:
         if not self.size:  # no loss and no gradients
             return BatchUnit(self.job, self.batch).forward_backward(total)
-        if not self.job.usual_loss:
+        if not self.job.task.is_mean:
             return self._own_loss(total)
 
         def step(micro_batch: Batch) -> Tensor:

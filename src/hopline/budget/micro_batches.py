@@ -136,6 +136,20 @@ def micro_batch_of(batch: Batch, seed_idx: Tensor) -> MicroBatch:
     return MicroBatch(whole=batch, seed_idx=seed_idx, blocks=tuple(blocks), input_idx=src, own_idx=dst)
 
 
+def batch_of_block(block: Block) -> Batch:
+    """A block as a batch of one layer: all its destinations are seeds, without input rows or layer hooks."""
+    return Batch(block.dst_ids, (replace(block, layer_hooks=None),), None, None)
+
+
+def edges_of_run(block: Block, run: slice) -> tuple[Block, Tensor]:
+    """(the in-edges of consecutive destinations of a block, whole_src_idx).
+
+    whole_src_idx: [num_src] int64, which source of the whole block each source is.
+    """
+    micro_batch = micro_batch_of(batch_of_block(block), torch.arange(run.start, run.stop))
+    return micro_batch.blocks[0], micro_batch.input_idx
+
+
 def _edges_to(
     part: Part, num_src: int, dst: Tensor, with_positions: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -309,11 +323,6 @@ def find_fewest(
             return micro_batches, largest_bytes
         factor = min(largest_bytes / limit, max_growth)
         num_micro_batches = max(num_micro_batches + 1, math.floor(num_micro_batches * factor))
-
-
-def split_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, costs: Costs) -> list[MicroBatch]:
-    """The micro-batches of a batch, as few as fit, each below `limit` bytes."""
-    return [micro_batch_of(batch, group) for group in groups_to_fit(batch, bytes_of, limit, costs)]
 
 
 def groups_to_fit(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -199,6 +199,21 @@ class Outline(ABC):
         It gives a bound by the model's widths, and a closer prediction once steps were measured.
         """
 
+    def make_plan(self, method: Method, budget: Budget, items: Iterable[Item] = (), **fields: Any) -> Plan:
+        """A plan with everything that all methods have in common: resident items, data on the host, and limits.
+
+        items: what the method keeps in memory besides. fields: the other fields of `Plan`.
+        """
+        return Plan(
+            method=method,
+            items=(*self.resident_items(), *self.data_on_host(), *items),
+            limits=self.limits(budget),
+            compute_place=self.compute_place,
+            async_evaluation=self.async_evaluation,
+            hidden_bytes=self.hidden_bytes(),
+            **fields,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
@@ -230,11 +245,8 @@ class Plan:
         ...         return OwnWork(job)
         ...     def plan(self, outline, budget):
         ...         features = outline.data.x.num_bytes
-        ...         return hl.extend.Plan(
-        ...             method=self, limits=outline.limits(budget),
-        ...             items=(*outline.resident_items(), *outline.data_on_host()),
-        ...             compute_place=outline.compute_place, step_bytes=4 * features, min_step_bytes=4 * features,
-        ...             steps=1,
+        ...         return outline.make_plan(
+        ...             self, budget, step_bytes=4 * features, min_step_bytes=4 * features, steps=1,
         ...             count=outline.data.num_nodes, covers="steps of {} nodes",
         ...         )
         >>> class OwnWork(hl.extend.Work):

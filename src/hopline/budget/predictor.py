@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import Readable, Rows
-from hopline.nn.fused import NORMALISED, is_fused
+from hopline.nn.conv_facts import NORMALISED, is_fused
 from hopline.nn.gnn import GNN, out_width
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu.linear import ROWS
@@ -208,7 +208,7 @@ def _conv_numbers(conv: Any, in_width: int, width: int, needs_input_gradient: bo
 
 
 def _widths(module: nn.Module) -> int:
-    """The sum of the input and output widths of all weight matrices in a module."""
+    # Both widths of every weight matrix.
     return sum(sum(p.shape) for p in module.parameters() if p.dim() >= 2)
 
 

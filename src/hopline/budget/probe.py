@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -22,8 +21,8 @@ from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.nn.probe import copy_module
-from hopline.nn.whole_module import as_batch_model
 from hopline.units.batch_unit import BatchUnit
+from hopline.units.job import for_copy
 from hopline.units.own_threads import own_threads
 
 # ---- ends of the probe, once the predictor is sure
@@ -92,5 +91,4 @@ def seconds_since(start_s: float, device: torch.device) -> float:
 
 def job_of(outline: Outline) -> Job:
     """The job with a copy of the model, so that the probe does not change the model, and without messages."""
-    module = copy_module(outline.job.module)
-    return replace(outline.job, model=as_batch_model(module), module=module.train(), say=lambda text: None)
+    return for_copy(outline.job, copy_module(outline.job.module).train())

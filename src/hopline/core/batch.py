@@ -108,10 +108,7 @@ class Part:
 
 
 def edges_where(part: Part, is_kept: Tensor) -> Part:
-    """A part with only some of the edges, and with all destinations.
-
-    is_kept: [num_edges] bool.
-    """
+    """A part with only some of the edges, and with all destinations. is_kept: [num_edges] bool."""
     # num_kept[e] is the number of edges kept among the first e. Looked up at the old bounds, it gives the new ones.
     num_kept = torch.cat([is_kept.new_zeros(1, dtype=torch.int64), is_kept.long().cumsum(0)])
     edge = {name: rows[is_kept] for name, rows in part.edge.items()}
@@ -290,14 +287,18 @@ class Block:
         return self.part.edge_index
 
     @property
+    def counts(self) -> Tensor:
+        """[num_dst]: the number of in-edges of each destination in the block."""
+        return self.part.indptr.diff()
+
+    @property
     def sampling_factor(self) -> Tensor:
         """[num_dst] float64: in-edges in the graph divided by in-edges in the block.
 
         1 for a node without in-edges in the graph.
         """
         assert self.graph is not None
-        sampled = self.part.indptr.diff()
-        return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / sampled.clamp(min=1)
+        return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / self.counts.clamp(min=1)
 
     @property
     def edge(self) -> Mapping[str, Tensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -122,12 +122,22 @@ class Graph:
         """Whether the edges are in pinned host memory and `indptr` is on a GPU."""
         return self.indptr.device.type == "cuda" and self.indices.device.type == "cpu"
 
+    @property
+    def other_fields(self) -> dict[str, Any]:
+        """The fields of `Graph` that are not arrays of its edges, by name."""
+        # Asked of the class, so that a field added to it reaches every copy of a graph.
+        return {f.name: getattr(self, f.name) for f in fields(Graph) if f.name not in ("indptr", "indices", "edge")}
+
+    def with_arrays(self, indptr: Tensor, indices: Tensor, edge: Mapping[str, Tensor]) -> Graph:
+        """A graph of other edges, or of the same edges elsewhere. It has all other fields of this one."""
+        return Graph(indptr, indices, edge, **self.other_fields)
+
     def to(self, device: torch.device | str) -> Graph:
         """The graph with all its arrays on a device."""
         target = torch.device(device)
         with torch.inference_mode(False):  # so that copies have version counters
             edge = {name: array.to(target) for name, array in self.edge.items()}
-            return Graph(self.indptr.to(target), self.indices.to(target), edge)
+            return self.with_arrays(self.indptr.to(target), self.indices.to(target), edge)
 
     def pinned(self, device: torch.device | str, *, copy: bool = False) -> Graph:
         """The graph for zero-copy reads by a GPU: edges and edge arrays are pinned on the host, `indptr` is copied.
@@ -136,7 +146,7 @@ class Graph:
         they are an error.
         """
         edge = {name: pinned.pin(array, copy=copy) for name, array in self.edge.items()}
-        return Graph(self.indptr.to(device), pinned.pin(self.indices, copy=copy), edge)
+        return self.with_arrays(self.indptr.to(device), pinned.pin(self.indices, copy=copy), edge)
 
     @property
     def num_bytes(self) -> int:

@@ -301,8 +301,7 @@ def make_partition(
 
 
 def _on_host(graph: Graph) -> Graph:
-    """The graph in contiguous host memory, without edge arrays."""
-    return Graph(graph.indptr.cpu().contiguous(), graph.indices.cpu().contiguous())
+    return graph.with_arrays(graph.indptr.cpu().contiguous(), graph.indices.cpu().contiguous(), {})
 
 
 def graph_hash(graph: Graph) -> str:

@@ -112,7 +112,6 @@ class TreeBlock(Block):
         return TreeRows(table, self)
 
     def _node_ids(self) -> Tensor:
-        """The value of `src_ids`."""
         return self.tree.nodes[: self.num_src].long().clamp(min=0)
 
     @property
@@ -172,15 +171,6 @@ class TreeBlock(Block):
         arrays = {} if self.graph is None else self.graph.edge
         edge = {name: rows[edge_ids.to(rows.device)].to(counts.device) for name, rows in arrays.items()}
         return Part(indptr, src_idx.int(), edge, edge_ids)
-
-    @property
-    def sampling_factor(self) -> Tensor:
-        """[num_dst] float64: in-edges in the graph divided by in-edges in the block.
-
-        1 for a node without in-edges in the graph.
-        """
-        assert self.graph is not None
-        return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / self.counts.clamp(min=1)
 
     @property
     def edge(self) -> Mapping[str, Tensor]:

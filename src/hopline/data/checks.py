@@ -3,7 +3,7 @@
     indptr          runs from 0 to the number of edges and never decreases
     indices         lie in 0 .. num_nodes - 1
     floats          are finite: edge arrays and tables
-    labels          are classes, or -1 for none; 0 or 1 in the multi-label task
+    labels          have values of their kind (`tasks.labels`)
     splits          are sorted, distinct and labelled
 
 Arrays are checked a chunk at a time, so that a mapped array larger than memory can be checked. A check
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hopline.tables import SparseTable, Table
+from hopline.tasks.labels import LABELS, is_labelled
 from hopline.util.progress import progress
 
 if TYPE_CHECKING:
     from hopline.data.dataset import Dataset
     from hopline.data.nodes import NodeData
+    from hopline.tasks.kinds import LabelKind
 
     Nodes = Dataset | NodeData
 
@@ -35,11 +37,6 @@ SHOWN_BYTES = 1 << 28
 """Least number of bytes for which a progress bar is shown. Fewer are checked before it could be read."""
 CHECKED_SPLITS = ("train", "valid", "test")
 """Splits whose nodes must have labels; a split under another name may be for prediction alone."""
-REGRESSION = (
-    "for real-valued targets leave out y, and give the Trainer train_step= and test_step= with a loss over "
-    "targets[batch.seeds] and targets[ids]"
-)
-"""Advice for labels that are not classes, at the end of error messages."""
 
 
 def _chunks(array: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -91,25 +88,17 @@ def check_finite(values: Tensor, where: str) -> None:
             )
 
 
-def check_labels(y: Tensor, task: str, num_classes: int, where: str) -> None:
-    """Check that labels are classes, or -1 for none. In the multi-label task they must be 0 or 1."""
+def check_labels(y: Tensor, task: LabelKind, num_classes: int, where: str) -> None:
+    """Check that all labels have values of their kind."""
+    labels = LABELS[task]
     for start, chunk in _chunks(y):
-        if task == "multi":
-            is_wrong = (chunk != 0) & (chunk != 1)
-            allowed = "0 or 1"
-            # A `y` of two dimensions is taken as multi-label, so real-valued targets come here. In one
-            # dimension they are refused when the dataset is made.
-            hint = f"; {REGRESSION}"
-        else:
-            is_wrong = (chunk < -1) | (chunk >= num_classes)
-            allowed = f"a class from 0 to {num_classes - 1}, or -1 for none"
-            hint = ""
+        is_wrong = labels.is_wrong(chunk, num_classes)
         if bool(is_wrong.any()):
             row = int(is_wrong.nonzero()[0, 0])
             value = chunk[row][is_wrong[row]].reshape(-1)[0].item()
             raise ValueError(
-                f"{where} holds label {value} at node {start + row}: it must be {allowed}; "
-                f"correct the labels or num_classes and convert again{hint}."
+                f"{where} holds label {value} at node {start + row}: it must be {labels.allowed(num_classes)}; "
+                f"correct the labels or num_classes and convert again{labels.other_task}."
             )
 
 
@@ -121,10 +110,10 @@ def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where:
     if out_of_order.numel():
         node = int(ids[int(out_of_order[0]) + 1])
         raise ValueError(f"{where} is not sorted or repeats node {node}: give every node of a split once.")
-    if y is None or y.dim() != 1 or name not in CHECKED_SPLITS:
+    if y is None or name not in CHECKED_SPLITS:
         return
     for start, chunk in _chunks(ids):
-        unlabelled = (y[chunk] < 0).nonzero()
+        unlabelled = (~is_labelled(y[chunk])).nonzero()
         if unlabelled.numel():
             node = int(ids[start + int(unlabelled[0])])
             raise ValueError(f"{where} has node {node}, which has no label: leave such nodes out of the split.")
@@ -173,7 +162,8 @@ def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callabl
     for name, table in nodes.tables.items():
         checks[f"table {name} is finite"] = partial(check_table, name, table, where)
     if nodes.y is not None:
-        checks["labels are classes"] = partial(check_labels, nodes.y, nodes.task, nodes.num_classes, where("y"))
+        check = partial(check_labels, nodes.y, nodes.task, nodes.num_classes, where("y"))
+        checks[f"labels are {LABELS[nodes.task].noun}"] = check
     for k, splits in enumerate(nodes.all_splits):
         for name, ids in splits.items():
             checks[f"split {k} {name} is sorted, distinct and labelled"] = partial(
@@ -220,20 +210,15 @@ def check_training(data: Dataset, splits: Iterable[str]) -> None:
             _check_distinct(ids)
         if data.y is None:
             continue
-        labels = data.y[ids.to(data.y.device)].cpu()
-        if data.y.dim() > 1:
-            is_wrong = ((labels != 0) & (labels != 1)).any(-1)
-            wrong = ids[is_wrong]
-            if wrong.numel():
-                raise ValueError(
-                    f"node {int(wrong[0])} of split {name!r} has labels other than 0 and 1 in the multi-label task: "
-                    f"correct them; {REGRESSION}"
-                )
-            continue
-        is_wrong = (labels < 0) | (labels >= data.num_classes)
-        wrong = ids[is_wrong]
-        if wrong.numel():
+        labels = LABELS[data.task]
+        y = data.y[ids.to(data.y.device)].cpu()
+        is_wrong = labels.is_wrong(y, data.num_classes)
+        is_refused = is_wrong.any(-1) if is_wrong.dim() == 2 else is_wrong
+        is_refused |= ~is_labelled(y)
+        if bool(is_refused.any()):
+            row = int(is_refused.nonzero()[0])
+            value = y[row].tolist()
             raise ValueError(
-                f"node {int(wrong[0])} of split {name!r} has label {int(data.y[wrong[0]])}, but classes go from 0 to "
-                f"{data.num_classes - 1}: correct it, or take the node out of the split"
+                f"node {int(ids[row])} of split {name!r} has label {value}, and a label must be "
+                f"{labels.allowed(data.num_classes)}: correct it, or take the node out of the split{labels.other_task}"
             )

@@ -30,13 +30,13 @@ from hopline.data.edges import (
     join,
     prepare,
 )
-from hopline.data.manifest import Task
 from hopline.data.nodes import NodeData, node_data
 from hopline.data.options import EdgeOptions, edge_options
 from hopline.data.paths import default_name
 from hopline.data.splits import draw_split
 from hopline.data.store import open_folder, write_nodes
 from hopline.data.writer import FolderWriter, writing
+from hopline.tasks.kinds import LabelKind
 from hopline.util.progress import progress
 
 MAX_IDLE_RATIO = 1000
@@ -57,7 +57,7 @@ def from_edges(
     tables: Mapping[str, Any] | None = None,
     y: Any = None,
     splits: Mapping[str, Any] | None = None,
-    task: Task | None = None,
+    task: LabelKind | None = None,
     num_classes: int | None = None,
     name: str | None = None,
     meta: Mapping[str, Any] | None = None,
@@ -77,10 +77,12 @@ def from_edges(
         x: [num_nodes, num_features] features: a tensor, an array, a SciPy or torch sparse matrix, or a `Table`.
             Integers become float32.
         tables: Further rows per node, by name.
-        y: [num_nodes] class numbers, -1 for none; or [num_nodes, num_labels] of zeros and ones.
+        y: [num_nodes] class numbers, -1 for none; [num_nodes, num_labels] of zeros and ones; or numbers to predict,
+            [num_nodes] or [num_nodes, k], NaN for none.
         splits: "train", "valid" and "test" as ids or bool masks; masks [num_nodes, k] are k splits.
-        task: "single", "multi" or "binary". Default: "multi" for a `y` with two dimensions, else "single".
-        num_classes: Default: one more than the largest class.
+        task: Kind of labels: "single", "multi", "binary" or "regression". Default: whole numbers are classes, zeros
+            and ones with two dimensions are several labels, also as floats, and other floats are a regression.
+        num_classes: Default: one more than the largest class; in a regression the numbers per node.
         name: Default: the folder's.
         meta: Where the dataset comes from, in plain JSON values.
         split: Which of several splits is the current one.

@@ -17,18 +17,18 @@ from torch import Tensor
 
 from hopline.core.graph import Graph
 from hopline.data.arrays import as_tensor
-from hopline.data.checks import REGRESSION, check_dataset
-from hopline.data.manifest import TASKS, Task, is_array_name
+from hopline.data.checks import check_dataset
+from hopline.data.manifest import is_array_name
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.tasks.kinds import TASKS, LabelKind
+from hopline.tasks.labels import LABELS, is_labelled
+from hopline.tasks.settings import METRICS_OF, LabelFacts
 from hopline.util.config import format_size
 
 if TYPE_CHECKING:
     from torch_geometric.data import Data
 
     from hopline.distributed.agreement import Fact
-
-METRICS: dict[str, str] = {"single": "accuracy", "multi": "micro_f1", "binary": "roc_auc"}
-"""Name of the metric that evaluates each task."""
 
 MAX_COMPARED_EDGES = 1 << 22
 """Most edges that are read to find out whether the graph is symmetric: about a second."""
@@ -90,7 +90,8 @@ class Dataset:
     tables: dict[str, Table] = field(default_factory=dict)
     """Tables by name, each with one row per node. Models read the table "x"."""
     y: Tensor | None = None
-    """[N] int64 with -1 for unlabelled nodes, or [N, C] of zeros and ones in the multi-label task."""
+    """[N] int64 with -1 for unlabelled nodes, [N, C] of zeros and ones in the multi-label task, or [N] or [N, k] float
+    with NaN for unknown numbers in a regression."""
     splits: dict[str, Tensor] = field(default_factory=dict)
     """The current split: [n] int64 sorted node ids of "train", "valid" and "test". Any may be missing."""
     alternatives: tuple[dict[str, Tensor], ...] = ()
@@ -98,10 +99,11 @@ class Dataset:
 
     `with_split` makes another one the current split.
     """
-    task: Task = "single"
-    """Kind of labels: "single" (one class per node), "multi" (several labels) or "binary" (a score)."""
+    task: LabelKind = "single"
+    """Kind of labels: "single" (one class per node), "multi" (several labels), "binary" (a yes or no) or "regression"
+    (numbers)."""
     num_classes: int = 0
-    """Number of classes, or of labels in the multi-label task."""
+    """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Origin of the dataset, in plain JSON values."""
     folder: Path | None = None
@@ -119,7 +121,11 @@ class Dataset:
                     f"Table {name!r} has {len(table)} rows for {self.num_nodes} nodes: give one row per node."
                 )
         if self.y is not None:
-            _check_label_shape(self.y, self.task, self.num_nodes, self.num_classes)
+            if self.y.size(0) != self.num_nodes:
+                raise ValueError(
+                    f"There are {self.y.size(0)} labels for {self.num_nodes} nodes: give one per node, -1 for none."
+                )
+            LABELS[self.task].check_shape(self.y, self.num_nodes, self.num_classes)
         for splits in (self.splits, *self.alternatives):
             for name, ids in splits.items():
                 if ids.dtype != torch.int64 or ids.dim() != 1:
@@ -160,12 +166,17 @@ class Dataset:
         if ids is not None and ids.numel():
             return ids
         # A dataset in shards has classes but no `y` here: each rank has the labels of its own shard.
-        if not self.num_classes if self.y is None else not bool((self.y >= 0).any()):
+        if not self.num_classes if self.y is None else not bool(is_labelled(self.y).any()):
             raise self._no_labels_error()
         raise ValueError(
             f"Dataset {self.name!r} has no training nodes: draw some with split=0.6,0.2,0.2 (in Python "
             "hl.random_split(data)), or give it a 'train' split."
         )
+
+    def label_facts(self, ids: Tensor) -> LabelFacts:
+        """What a task is told about the labels of these nodes: those of a split, for example."""
+        y = None if self.y is None else self.y[ids.to(self.y.device)]
+        return LabelFacts(kind=self.task, num_classes=self.num_classes, train=y)
 
     def _no_labels_error(self) -> ValueError:
         return ValueError(
@@ -180,13 +191,13 @@ class Dataset:
 
     @property
     def num_outputs(self) -> int:
-        """Width of a model's output: one score per node in the binary task, else a number per class."""
-        return 1 if self.task == "binary" else self.num_classes
+        """Width of a model's output: a number per class or target, and one score per node in the binary task."""
+        return LABELS[self.task].num_outputs(self.num_classes)
 
     @property
     def metric(self) -> str:
-        """Name of the metric that evaluates the task: "accuracy", "micro_f1" or "roc_auc"."""
-        return METRICS[self.task]
+        """Name of the metric that goes with the labels: "accuracy", "micro_f1", "roc_auc" or "rmse"."""
+        return METRICS_OF[self.task][0]
 
     @property
     def edge_arrays(self) -> Mapping[str, Tensor]:
@@ -219,7 +230,8 @@ class Dataset:
         direction = {True: "symmetric ", False: "directed ", None: ""}[self.is_symmetric]
         return (
             f"Dataset({self.name!r}, {self.num_nodes:,} nodes, {self.num_edges:,} {direction}edges, "
-            f"{self.num_features} features, {self.num_classes} classes, {format_size(self.num_bytes)})"
+            f"{self.num_features} features, {LABELS[self.task].describe(self.num_classes)}, "
+            f"{format_size(self.num_bytes)})"
         )
 
     def describe(self) -> str:
@@ -251,7 +263,7 @@ class Dataset:
 
     def without_edge_arrays(self) -> Dataset:
         """A dataset with the edges alone, so that no conv uses weights, features or types of edges."""
-        return replace(self, graph=Graph(self.graph.indptr, self.graph.indices))
+        return replace(self, graph=self.graph.with_arrays(self.graph.indptr, self.graph.indices, {}))
 
     def normalized(self, table: str = "x") -> Dataset:
         """A dataset with each row of a table divided by its sum, or by 1 if the sum is less than 1."""
@@ -324,10 +336,7 @@ class Dataset:
         return facts_of(self)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write the dataset to a folder.
-
-        If that fails or is killed, a dataset that the folder held is still whole.
-        """
+        """Write the dataset to a folder. If that fails or is killed, a dataset that the folder held is still whole."""
         from hopline.data.store import save
 
         save(self, folder)
@@ -366,20 +375,7 @@ def standardize(rows: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
     return scaled.masked_fill(deviation == 0, 0)
 
 
-def _check_label_shape(y: Tensor, task: str, num_nodes: int, num_classes: int) -> None:
-    """Refuse labels whose shape or dtype does not fit the task."""
-    if y.size(0) != num_nodes:
-        raise ValueError(f"There are {y.size(0)} labels for {num_nodes} nodes: give one per node, -1 for none.")
-    if task == "multi":
-        if y.dim() != 2 or y.size(1) != num_classes:
-            raise ValueError(f"Multi-label y must be [{num_nodes}, {num_classes}], not {list(y.shape)}.")
-    elif y.dim() != 1 or y.dtype != torch.int64:
-        hint = f" It takes class numbers; {REGRESSION}." if y.is_floating_point() else ""
-        raise ValueError(f"y must be a 1-D int64 tensor in the {task} task, not {list(y.shape)} {y.dtype}.{hint}")
-
-
 def _shortened(value: Any) -> str:
-    """A value of `meta` as text, without the end of a long list."""
     text = str(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
 

@@ -53,7 +53,7 @@ class Source:
     def _fetch_pyg(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
         """`fetch` by a class of PyG. A graph with classes but without masks gets a split by class."""
         from hopline.data.formats.pyg import from_pyg
-        from hopline.data.nodes import KNOWN_TASKS, normalize_labels, per_class_split
+        from hopline.data.nodes import KNOWN_TASKS, class_labels, per_class_split
 
         folder = raw / self.kind
         data = load_pyg(self.name, self.kind, folder, self.settings)
@@ -63,13 +63,12 @@ class Source:
             "task": task,
             "meta": {"origin": f"torch_geometric.datasets.{self.kind}", **self.settings},
         }
-        labels, _ = normalize_labels(data.y, task)
-        if labels is not None and labels.dim() == 1 and "train_mask" not in data:
+        labels = class_labels(data.y, task)
+        if labels is not None and "train_mask" not in data:
             arguments["splits"] = per_class_split(labels)
         from_pyg(data, **(arguments | options)).save(target)
 
     def _fetch_ogb(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
-        """`fetch` of an archive of OGB."""
         from hopline.data.formats.ogb import from_ogb_folder
 
         folder_name = f"ogbn_{self.kind.removesuffix('-bin')}"
@@ -151,7 +150,6 @@ def _load_ppi(folder: Path) -> Data:
 
 
 def _download_ogb(archive: str, folder: Path) -> None:
-    """Download and unpack an archive of OGB into `folder`."""
     from torch_geometric.data import download_url, extract_zip
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +167,6 @@ def _pyg(name: str, what: str, kind: str, variant: str = "") -> Source:
 
 
 def _ogb(name: str, what: str, archive: str) -> Source:
-    """A dataset of OGB. archive: name of its .zip file."""
     return Source(name=name, what=what, kind=archive, is_ogb=True)
 
 

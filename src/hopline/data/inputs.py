@@ -22,10 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopline.core.graph import Graph
-from hopline.data.dataset import METRICS, Dataset, normalize, standardize
-from hopline.data.manifest import Task
+from hopline.data.dataset import Dataset, normalize, standardize
 from hopline.tables import Table
+from hopline.tasks.kinds import LabelKind
+from hopline.tasks.labels import LABELS
+from hopline.tasks.settings import restored, stored
+from hopline.tasks.task import Task
 from hopline.util.log import logger
 
 MAX_SHOWN = 8
@@ -47,16 +49,18 @@ class Inputs:
     """By name: the shape of an entry of an edge array that the model reads, [] for a number."""
     symmetric: bool | None
     """Whether every edge had its reverse. None: not known."""
-    task: Task
+    task: LabelKind
     """Kind of labels."""
     num_classes: int
-    """Number of classes, or of labels in the multi-label task."""
+    """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     classes: list[str] | None
     """Names of the classes by number. None: classes are numbers."""
+    learnt: dict[str, Any]
+    """Settings of the task, and what it took from the training labels (`tasks.stored`)."""
 
     @classmethod
-    def of(cls, data: Dataset, edge_arrays: Sequence[str]) -> Inputs:
-        """The form of a dataset. edge_arrays: names of those that the model reads."""
+    def of(cls, data: Dataset, edge_arrays: Sequence[str], task: Task) -> Inputs:
+        """The form of a dataset. edge_arrays: names of those that the model reads. task: what the model learnt."""
         return cls(
             num_features=data.num_features,
             columns=data.meta.get("columns"),
@@ -66,12 +70,12 @@ class Inputs:
             task=data.task,
             num_classes=data.num_classes,
             classes=data.meta.get("classes"),
+            learnt=stored(task),
         )
 
-    @property
-    def metric(self) -> str:
-        """Name of the metric that evaluates the task."""
-        return METRICS[self.task]
+    def make_task(self) -> Task:
+        """What the model learnt, for its predictions. For a task of the user's: the default one of the labels."""
+        return restored(self.learnt, self.task, self.num_classes)
 
     @classmethod
     def from_dict(cls, stored: Any) -> Inputs:
@@ -104,7 +108,7 @@ class Inputs:
         change_features = self._change_of_features(data)
         edge = self._edge(data, edge_arrays)
         if edge is not None:
-            changes["graph"] = Graph(data.graph.indptr, data.graph.indices, edge)
+            changes["graph"] = data.graph.with_arrays(data.graph.indptr, data.graph.indices, edge)
         fitted = data.with_fields(**changes)
         return fitted if change_features is None else fitted.map_features(change_features)
 
@@ -247,9 +251,10 @@ class Inputs:
                 f"the labels of {data.name!r} are of the {data.task} task, and the run's of the {self.task} task"
             )
         classes = data.meta.get("classes")
-        if self.task == "multi":
-            if y.size(1) != self.num_classes:
-                raise ValueError(f"{data.name!r} has {y.size(1)} labels per node, and the run {self.num_classes}")
+        if self.task in ("multi", "regression"):
+            num_columns = LABELS[self.task].count(y)
+            if num_columns != self.num_classes:
+                raise ValueError(f"{data.name!r} has {num_columns} labels per node, and the run {self.num_classes}")
             return y
         if (classes is None) != (self.classes is None):
             named, numbered = ("the run", repr(data.name)) if classes is None else (repr(data.name), "the run")
@@ -288,7 +293,6 @@ def _describe(column: Sequence[Any]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Names in a line, without the middle of a long list."""
     if len(names) > MAX_SHOWN:
         names = [*names[: MAX_SHOWN - 1], "...", names[-1]]
     return ", ".join(names)

@@ -11,10 +11,11 @@ import re
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 from hopline.data.arrays import DTYPES, checksum_text, file_bytes, npy_header
 from hopline.data.paths import MANIFEST
+from hopline.tasks.kinds import TASKS, LabelKind
 
 FORMAT = "hopline-dataset"
 """Value of the field "format"."""
@@ -23,9 +24,6 @@ VERSION = 1
 MAX_BYTES = 1 << 26
 """Largest size of a manifest that is read, in bytes. A manifest takes some kilobytes."""
 
-Task = Literal["single", "multi", "binary"]
-"""Kind of labels: one class per node, several labels per node, or a yes/no score."""
-TASKS: tuple[str, ...] = get_args(Task)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _CHECKSUM = re.compile(r"crc32:[0-9a-f]{8}")
 _MAX_COUNT = 2**48
@@ -58,10 +56,10 @@ class Manifest:
     """Number of nodes."""
     num_edges: int
     """Number of stored (directed) edges."""
-    task: Task
+    task: LabelKind
     """Kind of labels."""
     num_classes: int
-    """Number of classes, or of labels in the multi-label task."""
+    """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     num_splits: int
     """Number of alternative splits in the folder, each of train, valid and test nodes."""
     tables: dict[str, int]
@@ -140,7 +138,7 @@ def _parse_manifest(fields: Any) -> Manifest:
         name=_get_field(fields, "name", str),
         num_nodes=_get_count(fields, "num_nodes"),
         num_edges=_get_count(fields, "num_edges"),
-        task=cast(Task, task),
+        task=cast(LabelKind, task),
         num_classes=_get_count(fields, "num_classes"),
         num_splits=_get_count(fields, "num_splits"),
         tables=tables,

@@ -12,19 +12,17 @@ from torch import Tensor
 
 from hopline.core.sampler import NodeIds, as_node_ids
 from hopline.data.arrays import as_tensor
-from hopline.data.checks import CHECKED_SPLITS, REGRESSION, check_nodes
+from hopline.data.checks import CHECKED_SPLITS, check_nodes
 from hopline.data.dataset import Dataset, as_table
-from hopline.data.manifest import Task
 from hopline.ops import derive_key
 from hopline.ops.random import draw
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.tasks.kinds import LabelKind
+from hopline.tasks.labels import LABELS, normalize_labels
 from hopline.util.log import logger
 
-KNOWN_TASKS: dict[str, Task] = {"tolokers": "binary", "minesweeper": "binary", "questions": "binary"}
+KNOWN_TASKS: dict[str, LabelKind] = {"tolokers": "binary", "minesweeper": "binary", "questions": "binary"}
 """Two-class graphs that are scored by ROC-AUC by convention, which their files do not say."""
-
-MAX_CLASSES = 10_000_000
-"""A larger label is a mistake: a model has a column per class."""
 
 SplitSets = tuple[dict[str, Tensor], ...]
 
@@ -41,10 +39,10 @@ class NodeData:
     """Labels as a `Dataset` holds them."""
     all_splits: SplitSets
     """Every split, the first being the default."""
-    task: Task
-    """What the labels mean."""
+    task: LabelKind
+    """Kind of labels."""
     num_classes: int
-    """Number of classes, or of labels in the multi-label task."""
+    """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
 
 
 def node_data(
@@ -54,15 +52,21 @@ def node_data(
     tables: Mapping[str, Any] | None = None,
     y: Any = None,
     splits: Mapping[str, Any] | None = None,
-    task: Task | None = None,
+    task: LabelKind | None = None,
     num_classes: int | None = None,
 ) -> NodeData:
     """Features, labels and splits in any accepted form, checked."""
-    labels, task = normalize_labels(y, task)
-    if labels is not None and task != "multi" and as_tensor(y, "y").is_floating_point():
-        logger.warning(
-            f"labels are floating-point numbers with whole values, and are taken for class numbers; {REGRESSION}"
-        )
+    labels = None
+    if y is not None:
+        given = as_tensor(y, "y")
+        labels, kind = normalize_labels(given, task)
+        if task is None and kind != "regression" and given.is_floating_point():
+            logger.warning(
+                f"labels are floating-point numbers with whole values, and are taken for classes (task={kind!r}): for "
+                "numbers to predict set task='regression'"
+            )
+        task = kind
+    task = task or "single"
     found = {name: as_table(rows, name) for name, rows in (tables or {}).items()}
     if x is not None:
         found = {"x": _floating(as_table(x)), **found}
@@ -80,7 +84,7 @@ def node_data(
         y=labels,
         all_splits=all_splits,
         task=task,
-        num_classes=count_classes(labels, task) if num_classes is None else num_classes,
+        num_classes=_count_classes(labels, task) if num_classes is None else num_classes,
     )
     check_nodes(nodes, lambda array: f"Array {array!r}")
     return nodes
@@ -197,11 +201,11 @@ def _count(mask: Tensor, num_nodes: int) -> int:
 
 
 def usual_split(
-    y: Any, task: Task | None, per_class: tuple[int, int] = (20, 30), seed: int = 0
+    y: Any, task: LabelKind | None, per_class: tuple[int, int] = (20, 30), seed: int = 0
 ) -> tuple[dict[str, Tensor], str] | None:
     """(splits, a sentence for `meta`) of a labelled graph whose file has none; None without a class per node."""
-    labels, _ = normalize_labels(y, task)
-    if labels is None or labels.dim() != 1 or not bool((labels >= 0).any()):
+    labels = class_labels(y, task)
+    if labels is None or not bool((labels >= 0).any()):
         return None
     train, valid = per_class
     sentence = f"{train} train and {valid} valid nodes per class by seed {seed}, the rest test"
@@ -227,46 +231,14 @@ def per_class_split(y: Tensor, *, num_train: int = 20, num_valid: int = 30, seed
     return {name: nodes[part].sort().values for name, part in parts.items()}
 
 
-def normalize_labels(y: Any, task: Task | None) -> tuple[Tensor | None, Task]:
-    """Labels as a `Dataset` holds them, and the task: given, or read off their shape.
-
-    A column [N, 1] becomes [N]; NaN, as OGB writes for unlabelled nodes, becomes -1.
-    """
+def class_labels(y: Any, task: LabelKind | None) -> Tensor | None:
+    """[N] int64: labels that are one class per node. None for labels of another kind, or none."""
     if y is None:
-        return None, task or "single"
-    labels = as_tensor(y, "y")
-    if not labels.dim():
-        raise ValueError("y is a single number: give one label per node, -1 for none.")
-    if labels.dim() == 2 and labels.size(1) == 1:
-        labels = labels[:, 0]
-    if labels.dim() == 1:
-        if task == "multi":
-            raise ValueError("Multi-label y must be [num_nodes, num_labels]: give a 2-D array of zeros and ones.")
-        if labels.dtype.is_floating_point:
-            labels = torch.where(labels.isnan(), -1.0, labels)
-            if not bool((labels == labels.round()).all()):
-                raise ValueError(
-                    f"Labels must be whole numbers: give class numbers, and -1 for unlabelled nodes; {REGRESSION}."
-                )
-            if labels.numel() and float(labels.max()) > MAX_CLASSES:
-                raise _too_large(f"{float(labels.max()):g}")
-        return labels.long(), task or "single"
-    if task not in (None, "multi"):
-        raise ValueError(f"y has shape {list(labels.shape)}, which only fits task='multi'.")
-    return (labels if labels.dtype == torch.uint8 else labels.float()), "multi"
+        return None
+    labels, kind = normalize_labels(as_tensor(y, "y"), task)
+    return labels if kind in ("single", "binary") else None
 
 
-def count_classes(y: Tensor | None, task: Task) -> int:
+def _count_classes(y: Tensor | None, task: LabelKind) -> int:
     """The smallest number of classes that the labels allow."""
-    if y is None:
-        return 0
-    if task == "multi":
-        return y.size(1)
-    largest = int(y.max()) if y.numel() else 0
-    if largest > MAX_CLASSES:
-        raise _too_large(str(largest))
-    return 2 if task == "binary" else max(largest + 1, 1)
-
-
-def _too_large(label: str) -> ValueError:
-    return ValueError(f"A label is {label}: labels number the classes 0, 1, 2, ... and -1 stands for none.")
+    return 0 if y is None else LABELS[task].count(y)

@@ -17,6 +17,7 @@ from hopline.data.dataset import Dataset
 from hopline.data.options import check_shares
 from hopline.ops import derive_key
 from hopline.ops.random import draw
+from hopline.tasks.labels import is_labelled
 
 SPLITS = ("train", "valid", "test")
 """The splits in the order of their shares."""
@@ -84,6 +85,4 @@ def draw_split(y: Tensor | None, shares: Sequence[float], seed: int = 0) -> tupl
 
 def _labelled_nodes(y: Tensor) -> Tensor:
     """[n] int64: ids of the nodes that have a label, ascending, on the host."""
-    if y.dim() == 2:  # the multi-label task, in which a row of zeros is a label too
-        return torch.arange(y.size(0))
-    return (y >= 0).nonzero().view(-1).cpu()
+    return is_labelled(y).nonzero().view(-1).cpu()

@@ -99,7 +99,6 @@ def planted_partition(
 
 
 def _join_chunks(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole arrays by name, from chunks of their rows."""
     chunks_by_array: dict[str, list[Tensor]] = {}
     for chunk in chunks:
         for array, rows in chunk.items():
@@ -109,12 +108,11 @@ def _join_chunks(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def _move_to_device(dataset: Dataset, device: torch.device) -> Dataset:
     """The dataset with graph, features and labels on a device. Splits stay on the host."""
-    graph = dataset.graph
     x = dataset.x.storage()
     assert x is not None
     return replace(
         dataset,
-        graph=Graph(graph.indptr.to(device), graph.indices.to(device)),
+        graph=dataset.graph.to(device),
         tables={"x": TensorTable(x.to(device))},
         y=dataset.labels.to(device),
     )
@@ -211,10 +209,7 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
 
 
 def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tensor]:
-    """All arrays as a whole, made on `device` by the kernels of `ops.gpu.synthetic`.
-
-    Splits are on the host.
-    """
+    """All arrays as a whole, made on `device` by the kernels of `ops.gpu.synthetic`. Splits are on the host."""
     from hopline.ops.gpu import synthetic as kernels
 
     n = settings.num_nodes

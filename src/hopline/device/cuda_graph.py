@@ -14,6 +14,7 @@ A graph knows addresses only. So its owner must hold every tensor that the graph
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, TypeVar
@@ -171,6 +172,22 @@ class CapturedCall(Generic[R]):
 
 
 @contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A context in which Python collects no reference cycles, in any thread.
+
+    A cycle may hold an older CUDA graph, that of a Trainer that is gone for example. CUDA does not allow a graph to be
+    destroyed while another one is captured: the process would crash.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def _recording(
     graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool_graph: torch.cuda.CUDAGraph | None
 ) -> Iterator[None]:
@@ -182,7 +199,10 @@ def _recording(
     try:
         # "thread_local": in torch's default mode a capture fails if any thread waits for a copy, as prefetching
         # threads do.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
             yield
     except BaseException:
         _end_recording(pool, stream)

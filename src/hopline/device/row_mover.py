@@ -73,8 +73,9 @@ class _Buffer:
 class RowMover:
     """Moves rows between tables and a device.
 
-    `PartsWork` of the partitioned methods owns the mover, and its history tables call it. Only the training thread may
-    call it. A table on the device itself is read and written on the current stream, without the mover's stream.
+    `PartitionedGraph` of the partitioned methods owns the mover, and its history tables call it. Only the training
+    thread may call it. A table on the device itself is read and written on the current stream, without the mover's
+    stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -108,7 +109,7 @@ class RowMover:
         pulled = {}
         # No wait for the current stream: it never writes tables in host memory, the mover's stream does.
         with self._on_own_stream():
-            by_kernel = any(self._is_read_by_kernel(table) for table in on_host.values())
+            by_kernel = any(pinned.is_registered(table) for table in on_host.values())
             on_device = self.to_device(positions) if by_kernel else positions
             for l, table in on_host.items():
                 rows = self._gather(table, positions, on_device)
@@ -124,7 +125,7 @@ class RowMover:
             return ops.gather_rows(table, self.to_device(positions))
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
-        on_device = self.to_device(positions) if self._is_read_by_kernel(table) else positions
+        on_device = self.to_device(positions) if pinned.is_registered(table) else positions
         rows = self._gather(table, positions, on_device)
         self._last_read = self.now()
         return rows
@@ -135,7 +136,7 @@ class RowMover:
         on_device: `positions` on the device if kernels read the table; not used otherwise.
         """
         trace.count("bytes.pulled", positions.numel() * _row_bytes(table))
-        if self._is_read_by_kernel(table):
+        if pinned.is_registered(table):
             return ops.gpu_kernels("tiers").gather_host_rows(table, on_device)
         positions = positions.cpu()
         self._write_pushes()  # before the host reads the table, pushes that wait in buffers must be in it
@@ -158,13 +159,13 @@ class RowMover:
         computed: the event, from `now()`, after which the rows are computed; by default this moment.
         """
         if self._is_on_device(table):
-            _write(table, at, rows)
+            write_rows(table, at, rows)
             return
         if rows.device.type != self.device.type:
             # The rows are on the host, which writes them at once. Earlier pushes must be in the table by then, and
             # no kernel may still be reading it.
             self.flush()
-            _write(table, at, rows)
+            write_rows(table, at, rows)
             return
         if self.stream is not None:
             self.stream.wait_event(computed or self.now())
@@ -178,12 +179,12 @@ class RowMover:
             stored = rows.to(table.dtype)
             if not isinstance(at, Tensor):
                 self._push_ranges(table, at, stored)
-            elif self._is_read_by_kernel(table):
+            elif pinned.is_registered(table):
                 ops.put_rows(table, self.to_device(at), stored)
             else:
                 # Scattered rows of a table that the host writes: no buffers here, the host waits for the rows.
                 self.flush()
-                _write(table, at, stored)
+                write_rows(table, at, stored)
         trace.count("bytes.pushed", stored.nbytes)
 
     def _push_ranges(self, table: Tensor, row_ranges: Sequence[slice], rows: Tensor) -> None:
@@ -193,7 +194,7 @@ class RowMover:
             target = table[row_range]
             source = rows[start : start + target.size(0)]
             start += target.size(0)
-            if self._is_read_by_kernel(table):
+            if pinned.is_registered(table):
                 target.copy_(source, non_blocking=True)
             else:
                 self._push_by_buffers(target, source)
@@ -216,12 +217,7 @@ class RowMover:
     # ---- buffers and streams
 
     def _is_on_device(self, table: Tensor) -> bool:
-        """Whether a table is in the device's own memory."""
         return table.device.type == self.device.type
-
-    def _is_read_by_kernel(self, table: Tensor) -> bool:
-        """Whether a table is in registered host memory, which kernels read and write directly."""
-        return pinned.is_registered(table)
 
     def _on_own_stream(self) -> AbstractContextManager[object]:
         """A context in which the mover's stream is the current one; on a CPU it does nothing."""
@@ -247,7 +243,6 @@ class RowMover:
             buffer.copied = torch.cuda.current_stream(self.device).record_event()
 
     def _write_pushes(self) -> None:
-        """Write the pushes that wait in buffers into their tables."""
         for buffer in self._buffers:
             _finish(buffer)
 
@@ -262,15 +257,19 @@ def _finish(buffer: _Buffer) -> None:
     buffer.pushes.clear()
 
 
-def _write(table: Tensor, at: Tensor | Sequence[slice], rows: Tensor) -> None:
-    """Write rows into a table by torch, on the current stream. Rows on another device are moved to the table's."""
+def write_rows(table: Tensor, at: Tensor | Sequence[slice], rows: Tensor) -> None:
+    """Write rows into a table by torch, on the current stream. Rows on another device are moved to the table's.
+
+    at: [n] positions, or row ranges that have n rows together, each of which is copied at once.
+    """
     if isinstance(at, Tensor):
         table[at.to(table.device)] = rows.to(table.device, table.dtype)
         return
     start = 0
     for row_range in at:
         count = row_range.stop - row_range.start
-        table[row_range].copy_(rows[start : start + count], non_blocking=True)
+        # Not `non_blocking`: the host may read the table as soon as this returns.
+        table[row_range].copy_(rows[start : start + count])
         start += count
 
 

@@ -4,6 +4,7 @@ Code that changes one of these for a while takes a snapshot first and restores i
 here do both:
 
     with eval_mode(model): ...            every module is in evaluation mode; afterwards each is in its own mode
+    with evaluating(model): ...           the same, and autograd records nothing
     with preserve_modes(model): ...       modes may be changed; afterwards each module is in its own mode
     with preserve_weights(model): ...     other weights may be loaded; afterwards the model has its own
     with preserve_rng(device): ...        random numbers may be drawn; afterwards the generators are as before
@@ -64,6 +65,13 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     """A context in which all of the module is in evaluation mode. Afterwards each submodule is in its own mode."""
     with preserve_modes(module):
         module.eval()
+        yield
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """A context in which all of the module is in evaluation mode, and autograd records nothing."""
+    with eval_mode(module), torch.no_grad():
         yield
 
 

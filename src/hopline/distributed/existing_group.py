@@ -9,10 +9,9 @@ over the same ranks:
 - After an error on one rank, destroying the second group wakes ranks that wait in a call. The owner's group
   stays as it is and can be used again.
 
-The owner's group has ranks, but does not say which of them share a host, nor does it number hosts and the
-ranks of a host. Hopline's launchers would say so, and none of them has run. So each rank writes an
+The owner's group has ranks, but does not say which of them share a host. So each rank writes an
 `Introduction` into the store of the second group, which is the owner's store under a prefix.
-`find_host_ranks` computes from all of them which ranks share a host, and the numbers. The heartbeats use the
+`spec_of` numbers the hosts and the ranks of each host, both in the order of the ranks. The heartbeats use the
 same store.
 
 `world.last_words` makes the last message of a rank's heartbeat. `last_words("")` is "left", for a rank that
@@ -35,12 +34,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hopline.distributed.environment import read_local_rank_and_node
 from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
+from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import (
+    LEAVE_S,
     GroupHandle,
     RankSpec,
     World,
+    check_own_gpus,
     defaults_in_environment,
     device_of_rank,
     gpu_identity,
@@ -48,19 +49,10 @@ from hopline.distributed.world import (
     last_words,
     reason_of,
     sentence,
+    share_of_cores,
 )
 from hopline.util.errors import PeerError
-from hopline.util.host import host_identity, num_cores
-
-USUAL_TIMEOUT_S = 600.0
-"""Seconds to wait for a rank, if the owner's group does not tell its timeout.
-
-The default of `LaunchSettings`.
-"""
-
-
-LEAVE_S = 5.0
-"""Most seconds that rank 0, which may serve the store, waits after an error for the others to read it."""
+from hopline.util.host import allowed_cores, host_identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,28 +64,10 @@ class Introduction:
 
     host: str
     """Identity of its host. Equal on ranks that can share memory."""
-    local_rank: int | None = None
-    """Its number on its host, as a launcher says. None if no launcher does."""
-    node: int | None = None
-    """Number of its host, as a launcher says. None if no launcher does."""
     cores: Sequence[int] = ()
     """Cores that it may run on, sorted. Empty if the system does not tell."""
     current_gpu: int | None = None
     """Number of its current CUDA device. None if it trains on the CPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostRank:
-    """Where a rank is among those of its host."""
-
-    local_rank: int
-    """Number of the rank on its host."""
-    local_size: int
-    """Number of ranks on its host."""
-    node: int
-    """Number of its host. Different on every host."""
-    num_sharing_cores: int
-    """Ranks of the host that may run on the same cores, this one included."""
 
 
 class GroupWorld(World):
@@ -249,71 +223,39 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> GroupW
     resources = GroupResources(group, store, rank, size)
     try:
         introductions = _introduce(store, rank, size, device)
-        host_rank = find_host_ranks(introductions)[rank]
-        own_host = introductions[rank].host
-        spec = RankSpec(
-            rank=rank,
-            size=size,
-            local_rank=host_rank.local_rank,
-            local_size=host_rank.local_size,
-            node=host_rank.node,
-            backend=backend,
-            timeout_s=timeout_s,
-        )
+        spec = spec_of(introductions, rank, backend, timeout_s)
+        on_host = [other for other in introductions if other.host == introductions[rank].host]
         if device.type == "cuda":
-            device = find_gpu(device, spec, [other for other in introductions if other.host == own_host])
+            device = find_gpu(device, spec, on_host)
             torch.cuda.set_device(device)
         if backend == "nccl":
-            _check_own_gpu(store, rank, size, device)
+            gpus = _tell_all(store, "gpu", rank, size, gpu_identity(str(device)))
+            check_own_gpus(gpus, "start one process per GPU, or initialise the process group with backend gloo")
         spec = replace(spec, device=str(device))
-        return GroupWorld(spec, resources, num_cores=max(1, num_cores() // host_rank.num_sharing_cores))
+        return GroupWorld(spec, resources, num_cores=share_of_cores([other.cores for other in on_host]))
     except BaseException as error:
         resources.close(last_words(sentence(error)))
         raise
 
 
-def find_host_ranks(introductions: Sequence[Introduction]) -> list[HostRank]:
-    """The `HostRank` of every rank, by rank. Hosts may have different numbers of ranks.
+def spec_of(introductions: Sequence[Introduction], rank: int, backend: str, timeout_s: float) -> RankSpec:
+    """The specification of a rank, without its device. Hosts may have different numbers of ranks.
 
-    Local ranks are those of the launchers, if on a host they are 0, 1, 2, ... in any order. Else the ranks
-    of the host are counted in their order. For the numbers of hosts see `_number_hosts`.
+    Hosts, and the ranks of each, are counted in the order of the ranks, as launchers count them.
 
     introductions: Those of all ranks, by rank.
     """
-    ranks_by_host: dict[str, list[int]] = {}
-    for rank, introduction in enumerate(introductions):
-        ranks_by_host.setdefault(introduction.host, []).append(rank)
-    hosts = list(ranks_by_host.values())
-
-    host_ranks: dict[int, HostRank] = {}
-    for ranks, node in zip(hosts, _number_hosts(introductions, hosts), strict=True):
-        local_ranks = [introductions[rank].local_rank for rank in ranks]
-        if set(local_ranks) != set(range(len(ranks))):
-            local_ranks = range(len(ranks))
-        for rank, local_rank in zip(ranks, local_ranks, strict=True):
-            assert local_rank is not None
-            own_cores = introductions[rank].cores
-            host_ranks[rank] = HostRank(
-                local_rank=local_rank,
-                local_size=len(ranks),
-                node=node,
-                num_sharing_cores=sum(introductions[other].cores == own_cores for other in ranks),
-            )
-    return [host_ranks[rank] for rank in range(len(introductions))]
-
-
-def _number_hosts(introductions: Sequence[Introduction], hosts: Sequence[Sequence[int]]) -> list[int]:
-    """A number for every host: the launchers' if each host has one of its own, else 0, 1, 2, ...
-
-    hosts: The ranks of each host.
-    """
-    stated: list[int] = []
-    for ranks in hosts:
-        numbers = {introductions[rank].node for rank in ranks}
-        if len(numbers) == 1:
-            stated += [number for number in numbers if number is not None]
-    is_complete = len(stated) == len(hosts) == len(set(stated))
-    return stated if is_complete else list(range(len(hosts)))
+    hosts = [introduction.host for introduction in introductions]
+    own_host = hosts[rank]
+    return RankSpec(
+        rank=rank,
+        size=len(hosts),
+        local_rank=hosts[:rank].count(own_host),
+        local_size=hosts.count(own_host),
+        node=list(dict.fromkeys(hosts)).index(own_host),
+        backend=backend,
+        timeout_s=timeout_s,
+    )
 
 
 def find_gpu(device: torch.device, spec: RankSpec, on_host: Sequence[Introduction]) -> torch.device:
@@ -359,13 +301,13 @@ def backend_for(device: torch.device) -> str:
 
 
 def _owner_timeout_s() -> float:
-    """Timeout of the owner's group in seconds, or `USUAL_TIMEOUT_S` if it does not tell."""
+    """Timeout of the owner's group in seconds, or that of the launch settings if it does not tell."""
     group = distributed_c10d._get_default_group()
     for kind in ("cuda", "cpu"):
         # Suppressed: the group has no backend for this kind of device, or that backend has no options.
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(kind)).options._timeout.total_seconds()
-    return USUAL_TIMEOUT_S
+    return LaunchSettings().timeout_s
 
 
 def _new_group(backend: str, timeout_s: float) -> GroupHandle:
@@ -394,28 +336,13 @@ def _address_of(store: dist.Store) -> str:
 
 def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) -> list[Introduction]:
     """Introductions of all ranks, by rank. Every rank must call this."""
-    local_rank, node = read_local_rank_and_node(os.environ, rank, size)
     own = Introduction(
         host=host_identity(),
-        local_rank=local_rank,
-        node=node,
-        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        cores=allowed_cores(),
         current_gpu=torch.cuda.current_device() if device.type == "cuda" else None,
     )
     texts = _tell_all(store, "introduction", rank, size, json.dumps(asdict(own)))
     return [Introduction(**json.loads(text)) for text in texts]
-
-
-def _check_own_gpu(store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-    """Refuse two ranks with the same GPU: NCCL would hang or fail. Every rank must call this."""
-    first_with_gpu: dict[str, int] = {}
-    for other, gpu in enumerate(_tell_all(store, "gpu", rank, size, gpu_identity(str(device)))):
-        first_rank = first_with_gpu.setdefault(gpu, other)
-        if gpu and first_rank != other:
-            raise ValueError(
-                f"ranks {first_rank} and {other} have the same GPU ({gpu}), which nccl cannot share: start one process "
-                "per GPU, or initialise the process group with backend gloo"
-            )
 
 
 def _tell_all(store: dist.Store, what: str, rank: int, size: int, text: str) -> list[str]:

@@ -44,7 +44,7 @@ from hopline.distributed.world import RankSpec, World, device_of_rank, sentence,
 from hopline.util.errors import PeerError, RankError
 from hopline.util.host import keep_freed_memory
 from hopline.util.output import outlive_output
-from hopline.util.signals import SIGNALS, Interrupted
+from hopline.util.signals import SIGNALS, Interrupted, handle_signals
 
 END_S = 2.0
 """Seconds that ranks get to end by themselves after one has failed, and again after SIGTERM."""
@@ -112,14 +112,13 @@ def _check_starts_no_process(settings: LaunchSettings) -> None:
         )
 
 
-def _count_processes(settings: LaunchSettings, task: Task | None, device: str) -> int:
+def _count_processes(settings: LaunchSettings, task: Task, device: str) -> int:
     """Number of ranks that this process starts. 1: it starts none, and is a rank itself."""
-    is_one_per_node = task is None or task.size == task.num_nodes
+    is_one_per_node = task.size == task.num_nodes
     if settings.devices == "auto":
         has_all_gpus = torch.device(device).type == "cuda" and is_one_per_node
         return max(1, torch.cuda.device_count()) if has_all_gpus else 1
     if settings.devices > 1 and not is_one_per_node:
-        assert task is not None
         if settings.devices == task.local_size:  # the launcher has started them already
             return 1
         raise ValueError(
@@ -129,20 +128,8 @@ def _count_processes(settings: LaunchSettings, task: Task | None, device: str) -
     return settings.devices
 
 
-def _first_rank_spec(settings: LaunchSettings, task: Task | None, num_processes: int, device: str) -> RankSpec:
+def _first_rank_spec(settings: LaunchSettings, task: Task, num_processes: int, device: str) -> RankSpec:
     """The specification of this process as a rank, or of the first rank that it starts."""
-    backend = _choose_backend(device)
-    if task is None:
-        return RankSpec(
-            size=num_processes,
-            local_size=num_processes,
-            device=device,
-            backend=backend,
-            address=settings.host or "127.0.0.1",
-            port=settings.port or 0,
-            timeout_s=settings.timeout_s,
-            keeps_store=True,
-        )
     if task.launcher == "torchrun" and settings.address:
         raise ValueError("leave out address= under torchrun: it has --master-addr and --master-port")
     return RankSpec(
@@ -152,7 +139,7 @@ def _first_rank_spec(settings: LaunchSettings, task: Task | None, num_processes:
         local_size=task.local_size * num_processes,
         node=task.node,
         device=device,
-        backend=backend,
+        backend=_choose_backend(device),
         address=settings.host or task.address,
         port=settings.port or task.port,
         timeout_s=settings.timeout_s,
@@ -299,17 +286,8 @@ def _forward_signals(children: list[_Child]) -> Generator[list[int]]:
             elif number == signal.SIGINT:
                 child.send_signal(signal.SIGKILL)
 
-    handlers_before = {}
-    if threading.current_thread() is threading.main_thread():  # Python sets handlers in no other thread
-        # Signals that are ignored stay so (nohup). Handlers that Python did not install (None) could not be
-        # restored.
-        forwarded = [n for n in SIGNALS if signal.getsignal(n) not in (signal.SIG_IGN, None)]
-        handlers_before = {n: signal.signal(n, forward) for n in forwarded}
-    try:
+    with handle_signals(forward):
         yield received
-    finally:
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
 
 
 def _watch(children: Sequence[_Child], received: Sequence[int]) -> None:
@@ -434,8 +412,7 @@ def _run_child(
 
 
 def _send_message(pipe: Connection, **message: Any) -> None:
-    """Write a message to the parent, unless the parent has ended."""
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(BrokenPipeError):  # the parent has ended
         pipe.send_bytes(json.dumps(message).encode())
 
 

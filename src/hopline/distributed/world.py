@@ -33,49 +33,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline.device.meter import find_device
+from hopline.distributed.environment import Rank
 from hopline.distributed.gradients import BUCKET_BYTES, split_by_bytes, sum_over_ranks, sum_tensors
 from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
 from hopline.util.errors import PeerError
-from hopline.util.host import num_cores, who_set_threads
+from hopline.util.host import allowed_cores, num_cores, who_set_threads
 from hopline.util.log import logger
 
 LEAVE_S = 5.0
-"""Most seconds that a rank which serves the store waits at its end for the others to leave."""
+"""Most seconds that a rank which serves the store waits at its end for the others to leave, or to read its error."""
 RESUME = "start the same command again with resume=true to resume from the last checkpoint"
 """Advice of every error about a lost rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankSpec:
-    """Which rank a process is, and where it meets the others.
+class RankSpec(Rank):
+    """All that a process needs to know to be a rank. Plain data, which is sent to a process that starts."""
 
-    Plain data, which is sent to a process that starts.
-    """
-
-    rank: int = 0
-    """Number of the rank."""
-    size: int = 1
-    """Number of ranks."""
-    local_rank: int = 0
-    """Number of the rank among those of its host."""
-    local_size: int = 1
-    """Number of ranks on its host."""
-    node: int = 0
-    """Number of its host. Different on every host."""
     device: str = "cpu"
     """Where the rank trains."""
     backend: str = "gloo"
     """Backend of the process group: "gloo" or "nccl"."""
-    address: str = "127.0.0.1"
-    """Host of the store in which the ranks meet."""
-    port: int = 0
-    """Port of the store. 0: the process that serves it takes a free one."""
     timeout_s: float = 600.0
     """Seconds to wait for a rank that does not answer."""
     keeps_store: bool = False
     """Whether this process serves the store."""
-    key: str = ""
-    """Differs between starts that meet in the same store. It is part of the prefix of their keys."""
 
 
 class GroupHandle:
@@ -260,20 +242,14 @@ class World:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The elementwise sum over the ranks, in float64."""
-        if self.size == 1:
-            return [float(value) for value in values]
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def max(self, values: Sequence[float]) -> list[float]:
         """The elementwise maximum over the ranks, in float64."""
-        if self.size == 1:
-            return [float(value) for value in values]
         return self._reduce(values, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on at least one rank."""
-        if self.size == 1:
-            return bool(flag)
         return self._reduce([float(flag)], dist.ReduceOp.MAX)[0] > 0
 
     def barrier(self) -> None:
@@ -287,7 +263,7 @@ class World:
 
         Raises a ValueError on every rank if JSON cannot hold the value.
         """
-        data = b""
+        data = b""  # no JSON is empty, so rank `src` says by no bytes that it cannot send its value
         problem: Exception | None = None
         if self.rank == src:
             try:
@@ -295,22 +271,17 @@ class World:
             except (TypeError, ValueError) as error:
                 problem = error
         if self.size > 1:
-            # The number of bytes goes first. -1 says that the value cannot be sent, so that no rank waits
-            # for it.
-            length = torch.tensor([-1 if problem else len(data)], device=self.device)
+            length = torch.tensor([len(data)], device=self.device)
             self._broadcast(length, src)
-
-            content = torch.empty(max(0, int(length)), dtype=torch.uint8, device=self.device)
-            if self.rank == src and data:
+            content = torch.zeros(int(length), dtype=torch.uint8, device=self.device)
+            if data:
                 content.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
             if content.numel():
                 self._broadcast(content, src)
             data = content.cpu().numpy().tobytes()
-
-            if int(length) < 0 and problem is None:
-                raise ValueError(f"rank {src} has a value that is not plain: broadcast numbers, text, lists and dicts")
-        if problem is not None:
-            raise ValueError(f"{problem}: broadcast numbers, text, lists and dicts") from problem
+        if not data:
+            what = problem or f"rank {src} has a value that is not plain"
+            raise ValueError(f"{what}: broadcast numbers, text, lists and dicts") from problem
         return json.loads(data.decode())
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], src: int = 0) -> None:
@@ -430,6 +401,8 @@ class World:
         self._store = None
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
+        if self.size == 1:
+            return [float(value) for value in values]
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         with self.collective_call():
             dist.all_reduce(tensor, operation, group=self.group)
@@ -603,33 +576,39 @@ def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
     own_seat = _Seat(
         size=spec.size,
         node=spec.node,
-        cores=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        cores=allowed_cores(),
         gpu=gpu_identity(spec.device) if spec.backend == "nccl" else "",
     )
     store.set(f"seat/{spec.rank}", json.dumps(own_seat))
     values = get_all(store, [f"seat/{r}" for r in range(spec.size)])
     seats = [_read_seat(rank, value, spec) for rank, value in enumerate(values)]
 
-    first_with_gpu: dict[str, int] = {}
     for rank, seat in enumerate(seats):
         if seat.size != spec.size:
             raise ValueError(
                 f"rank {rank} was started as one of {seat.size} and rank {spec.rank} as one of {spec.size}: "
                 "give the same devices= on every host"
             )
-        first_rank = first_with_gpu.setdefault(seat.gpu, rank) if seat.gpu else rank
-        if first_rank != rank:
-            raise ValueError(
-                f"ranks {first_rank} and {rank} have the same GPU ({seat.gpu}), which nccl cannot share: start one "
-                "process per GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), "
-                "or set the environment variable HOPLINE_BACKEND=gloo"
-            )
+    check_own_gpus(
+        [seat.gpu for seat in seats],
+        "start one process per GPU (torchrun --nproc-per-node, srun --ntasks-per-node, devices=), or set the "
+        "environment variable HOPLINE_BACKEND=gloo",
+    )
 
-    num_sharing = sum(seat.node == own_seat.node and seat.cores == own_seat.cores for seat in seats)
-    share = max(1, num_cores() // num_sharing)
+    share = share_of_cores([seat.cores for seat in seats if seat.node == own_seat.node])
     if who_set_threads() != "user":
         torch.set_num_threads(share)
     return share
+
+
+def share_of_cores(cores_on_host: Iterable[Sequence[int]]) -> int:
+    """Cores for this rank: those of its process, divided by the ranks that may run on the same ones. At least 1.
+
+    cores_on_host: `allowed_cores` of each rank of this host, this one included.
+    """
+    own_cores = allowed_cores()
+    num_sharing = sum(list(cores) == own_cores for cores in cores_on_host)
+    return max(1, num_cores() // num_sharing)
 
 
 def _read_seat(rank: int, value: bytes, spec: RankSpec) -> _Seat:
@@ -650,6 +629,20 @@ def gpu_identity(device: str) -> str:
     Its number differs between processes that see different GPUs. "" if torch has no UUID.
     """
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def check_own_gpus(gpus: Sequence[str], advice: str) -> None:
+    """Refuse two ranks with the same GPU, with which NCCL would hang or fail.
+
+    gpus: `gpu_identity` of every rank, by rank. "" is compared with no other.
+    """
+    first_with_gpu: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        first_rank = first_with_gpu.setdefault(gpu, rank)
+        if gpu and first_rank != rank:
+            raise ValueError(
+                f"ranks {first_rank} and {rank} have the same GPU ({gpu}), which nccl cannot share: {advice}"
+            )
 
 
 def _backend_environment(spec: RankSpec) -> dict[str, str]:

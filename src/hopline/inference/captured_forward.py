@@ -24,15 +24,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from hopline import inference as infer
 from hopline.contract import Job
 from hopline.core.row_handles import Rows
 from hopline.device.cuda_graph import CapturedCall, CaptureDeclined
 from hopline.device.meter import free_bytes
+from hopline.device.snapshots import evaluating
 from hopline.inference.cache import InferenceCache
+from hopline.inference.exact_inference import exact
 from hopline.inference.layerwise_chunks import CPU, Chunks
-from hopline.nn.attention import is_fused_attention
-from hopline.nn.fused import is_fused
+from hopline.nn.conv_facts import is_fused, is_fused_attention
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import options_of
 from hopline.util import trace
@@ -88,7 +88,7 @@ class CapturedInference:
                 rows = captured.replay().rows
             return rows.to(CPU)
         captured.runs += 1
-        return infer.exact(self.model, self.data, self.ids, device=self.device)
+        return exact(self.model, self.data, self.ids, device=self.device)
 
     def launch(self, weights: Mapping[str, Tensor], after: Any, stream: torch.cuda.Stream) -> PendingInference | None:
         """Replay the graph with other weights on a stream, without waiting. None if there is no valid graph.
@@ -142,7 +142,7 @@ class CapturedInference:
         move or that are on the host.
         """
         model, device = self.model, self.device
-        with infer.evaluating(model):
+        with evaluating(model):
             work = Chunks(model, self.data, None, device)
             ids = self.ids.to(device)
             for _ in range(2):  # the cache stores blocks from the second inference on

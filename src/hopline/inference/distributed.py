@@ -28,8 +28,8 @@ from hopline.core.batch import Batch
 from hopline.core.graph import PartialGraph
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
+from hopline.device.snapshots import evaluating
 from hopline.distributed.all_to_all import Channel, RowRequest
-from hopline.inference import evaluating, measure
 from hopline.inference.layerwise_chunks import CHUNK_EDGES, Chunks
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_batch_model
@@ -37,6 +37,7 @@ from hopline.shards.collective_sampler import CollectiveSampler, fetch
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.tasks.task import Task
 from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
@@ -273,9 +274,14 @@ def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tup
 
 
 def evaluate(
-    model: nn.Module, data: ShardedData, split: str, batches: Iterable[Batch] | None, device: torch.device | str = "cpu"
+    model: nn.Module,
+    data: ShardedData,
+    task: Task,
+    split: str,
+    batches: Iterable[Batch] | None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """The metric of a split, equal on every rank.
+    """The metric of a task at a split, equal on every rank.
 
     Collective. batches: sampled batches of the split; None: exact.
     """
@@ -291,4 +297,4 @@ def evaluate(
         assert labels is not None
     # By node id, as a single process has them: ties in a metric are then broken in the same way.
     order = channel.all_gather(ids).argsort()
-    return measure(data, channel.all_gather(scores.float())[order], channel.all_gather(labels)[order])
+    return task.measure(channel.all_gather(scores.float())[order], channel.all_gather(labels)[order])

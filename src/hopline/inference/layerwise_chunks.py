@@ -9,9 +9,9 @@ A layer runs as a pipeline over chunks of nodes:
     block of all in-edges,    ->   state, then the layer      ->   new rows into the table
     rows of its sources            on the device                   that layer l + 1 reads
 
-`Layers.forward` of `layerwise/engine.py` runs the pipeline; `Chunks` is the plan that it follows. Each of
-the two host threads may be absent: the caller's thread prefetches if `Chunks.prefetch_pieces` is 0, and writes if
-`Chunks.write_queue_pieces` is 0.
+`Layers.forward` of `layerwise/engine.py` runs the pipeline. `Chunks` is the plan that it follows, `InferenceRows`
+are the boundaries through which it reads and writes. Each of the two host threads may be absent: the caller's thread
+prefetches if `Chunks.prefetch_pieces` is 0, and writes if `Chunks.write_queue_pieces` is 0.
 
 In-edges and nodes decide what a layer costs, so `chunk_edges` limits the sum of both in a chunk. Only nodes
 that the requested ids depend on are computed. A conv that needs more than a node's in-edges runs on the
@@ -21,8 +21,7 @@ whole graph at once. Such a conv needs the rows of all nodes in every layer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -31,21 +30,21 @@ from torch import Tensor
 
 from hopline.contract import KeepRows
 from hopline.core.batch import Block
-from hopline.core.row_handles import Readable, ReducedRows, Rows, as_tensor
+from hopline.core.row_handles import Readable, ReducedRows, Rows, as_dtype, as_tensor
 from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, whole_block
 from hopline.data.dataset import Dataset
 from hopline.device.meter import free_bytes, meter_of, with_index
 from hopline.inference.cache import InferenceCache, get_inference_cache
 from hopline.inference.resumable import LayerFiles
-from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece, layer_rows
+from hopline.layerwise.engine import ENCODED, Boundaries, LayerPlan, Layers, Piece, layer_rows
 from hopline.nn.conv_adapter import NeedsWholeGraph, calling_convention
-from hopline.nn.gnn import GNN, State
+from hopline.nn.gnn import GNN
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.layout import contiguous_layout
 from hopline.tables import TensorTable
 from hopline.tables.allocators import Allocator, DeviceOrPinnedMemory
-from hopline.tables.layers import LayerTables
+from hopline.tables.layers import At, LayerTables
 from hopline.util.progress import progress
 
 # ---- the size of a chunk: its "edges" are its in-edges plus its nodes. A GPU gets large chunks, because each
@@ -78,26 +77,7 @@ PROBED_NODES = 16
 """Nodes, at most, in the probe that measures a layer's memory for `chunk_bytes`."""
 MARGIN = 1.5
 """Safety factor: a chunk may take this many times the bytes per edge of the probe."""
-ENCODED = -1
-"""The layer number of rows after the encoder."""
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, eq=False)
-class LayerInput:
-    """The rows that a layer reads at a chunk.
-
-    A tensor: rows that the prefetching thread has read. A handle (`Rows`): rows that the layer or the GPU
-    will read.
-    """
-
-    h: Rows | Tensor
-    """[num_src, width]: the embeddings of all sources of the chunk's block."""
-    x0: Rows | Tensor | None
-    """[num_dst, width]: the encoded rows of the destinations, for models whose layers read them again."""
-    jk: Sequence[Rows | Tensor]
-    """[num_dst, width] per earlier layer: embeddings of the destinations, for jumping knowledge in the last
-    layer."""
 
 
 def default_chunk_edges(device: torch.device, data: Dataset, *, fused: bool = False) -> int:
@@ -133,21 +113,21 @@ class InferenceTables(LayerTables):
         if self.files is not None:
             self.tables = self.files.existing()
 
-    def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:
+    def write(self, l: int, at: At, rows: Tensor, computed: Any = None) -> None:
+        assert isinstance(at, Tensor)  # chunks are positions, never row ranges
         if l not in self.tables and rows.size(0) == self.num_rows and self.allocator.adopts(rows):
             self.tables[l] = rows  # rows of all nodes in their order become the table without a copy
         else:
             table = TensorTable(self.table(l, rows))
             # Rows on a GPU are written by the GPU where it can reach the table, else by the host.
             writer = rows.device if table.tiers(rows.device) is not None else CPU
-            table.write(positions.to(writer), rows.to(writer))
+            table.write(at.to(writer), rows.to(writer))
         if self.files is not None and l > ENCODED:
             self.files.mark_chunk()
 
     def complete(self, l: int) -> None:
         if self.device.type == "cuda" and any(not table.is_cuda for table in self.tables.values()):
-            # The GPU writes tables in pinned host memory. The host may read them only after the GPU has
-            # finished.
+            # The GPU writes tables in pinned host memory. The host may read them only after the GPU has finished.
             torch.cuda.current_stream(self.device).synchronize()
         earlier = [k for k in self.tables if k < l]
         unneeded = earlier if l == self.last else [k for k in earlier if not self._is_read_later(k)]
@@ -161,12 +141,98 @@ class InferenceTables(LayerTables):
         return self.model.keeps_jk or (k == ENCODED and self.model.keeps_x0)
 
 
+@dataclass(frozen=True, eq=False)
+class NodesToRead:
+    """Nodes at which a chunk reads rows, in one layer or in several."""
+
+    ids: Tensor
+    """[n] int64."""
+    are_all: bool
+    """Whether they are all nodes, in their order."""
+    prefetched: dict[int, Tensor] = field(default_factory=dict)
+    """By layer, the rows that are on the host already. Each is taken out when it is read."""
+
+
+class InferenceRows(Boundaries):
+    """The rows that chunks read and write: the tables, and before the first layer the features.
+
+    A table that the device can read itself is read at the chunk's turn. Other tables are read on the host, where
+    `prefetch` may do so in a thread.
+
+    cache: holds the first layer's sums, at the second inference at the same nodes. None: nothing is cached.
+    """
+
+    has_encoded = True
+
+    def __init__(self, data: Dataset, tables: InferenceTables, cache: InferenceCache | None) -> None:
+        self.model = tables.model
+        self.data = data
+        self.cache = cache
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        super().__init__(tables, device=tables.device, dtype=dtype)
+
+    def table(self, l: int) -> Readable:
+        return self.data.x if l == ENCODED and not self.model.encodes else self.tables.of(l)
+
+    def cached_sums(self, l: int, chunk: Tensor) -> tuple[Tensor, str] | None:
+        """The cached sums of a chunk, in place of the features. None if there are none."""
+        # For `id()` as the key see `InferenceCache`.
+        return self.cache.sums.get(id(chunk)) if self.cache is not None and l == ENCODED else None
+
+    def prefetch(self, l: int, nodes: NodesToRead) -> None:
+        """Read rows after layer `l` on the host, unless a GPU can read them itself. May run in a thread."""
+        rows = Rows(self.table(l), nodes.ids)
+        if self.device.type == "cpu" or not rows.is_near(self.device):
+            nodes.prefetched[l] = _read_on(CPU, rows, nodes.are_all)
+
+    def handle(self, l: int, piece: Piece) -> Rows | Tensor:
+        """The sources' rows after layer `l`. Stores the piece's block and sums in the cache.
+
+        Features are aggregated already if the first conv can do so without its parameters (`GNN.reduced_input`).
+        """
+        h = self._sources(l, piece)
+        if self.cache is not None:
+            self.cache.store(piece.chunk, piece.block, h if isinstance(h, ReducedRows) else None)
+        return h
+
+    def _sources(self, l: int, piece: Piece) -> Rows | Tensor:
+        sums = self.cached_sums(l, piece.chunk)
+        if sums is not None:
+            return ReducedRows(self.data.x, piece.block.src_ids, *sums)
+        # On the CPU a layer may read the table itself.
+        h = Rows(self.table(l), piece.src.ids) if self.device.type == "cpu" else self._take(l, piece.src)
+        reduced = self.model.reduced_input(h, piece.block) if l == ENCODED else None
+        return h if reduced is None else ReducedRows(self.data.x, piece.block.src_ids, *reduced)
+
+    def read(self, l: int, at: NodesToRead) -> Tensor:
+        rows = self._take(l, at)
+        # Features may have another precision than the model. Embeddings stay in that of their table, as under autocast.
+        return as_dtype(rows, self.dtype) if l == ENCODED else rows
+
+    def _take(self, l: int, nodes: NodesToRead) -> Tensor:
+        prefetched = nodes.prefetched.pop(l, None)
+        if prefetched is not None:
+            return prefetched.to(self.device)
+        return _read_on(self.device, Rows(self.table(l), nodes.ids), nodes.are_all)
+
+    def write(self, l: int, piece: Piece, rows: Tensor) -> None:
+        # The ids of the block are on the device: where a GPU can reach the table, it writes the rows.
+        self.tables.write(l, piece.block.dst_ids, rows)
+
+
+def _read_on(device: torch.device, rows: Rows, are_all: bool) -> Tensor:
+    """Rows on a device. are_all: they are all rows in order, so that a table on that device needs no copy."""
+    storage = rows.table.storage() if are_all else None
+    if storage is not None and storage.device == device:
+        return storage
+    return rows.read_on(device)
+
+
 class Chunks(LayerPlan[Tensor]):
     """Exact inference of one model on one dataset: the plan of nodes, chunks and rows for each layer.
 
     The caller owns the model and the dataset, the graph owns the cache, and each inference gets new tables.
-    One thread calls `run` or `outputs`. `piece` and `read_ahead` may run in the prefetching thread of the
-    engine.
+    One thread calls `run` or `outputs`. `piece` may run in the prefetching thread of the engine.
 
     chunk_bytes: the most bytes that chunks may take besides the tables of embeddings, in place of
     `chunk_edges`.
@@ -237,14 +303,11 @@ class Chunks(LayerPlan[Tensor]):
         # New tables for each inference: `inference/captured_forward.py` runs this function and then captures
         # it as a CUDA graph. The captured inference must not find the tables of an earlier one.
         self.tables = InferenceTables(self.data.num_nodes, self._allocator, self.model, self.device)
+        self.rows = InferenceRows(self.data, self.tables, self.cache)
         self.needed_at = layer_nodes
-        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        layers = Layers(
-            self.model,
-            self,
-            Boundaries(self.tables, device=self.device, dtype=dtype),
-            keep=None if self.keep is None else self._keep_rows,
-        )
+        keep = self.keep
+        keep_piece = None if keep is None else lambda l, piece, rows: keep(l, piece.chunk, rows)
+        layers = Layers(self.model, self, self.rows, keep=keep_piece)
         total = sum(nodes.numel() for nodes in layer_nodes[1:])
         with progress("inference", total, "rows", enabled=show, brief=True) as self.bar:
             self.bar.advance(sum(nodes.numel() for nodes in layer_nodes[1 : first + 1]))
@@ -255,16 +318,10 @@ class Chunks(LayerPlan[Tensor]):
                 try:
                     layers.forward([l])
                 except CannotSplit:
-                    # This conv's aggregation cannot be combined from chunks of messages: all messages at
-                    # once.
+                    # This conv's aggregation cannot be combined from chunks of messages: all messages at once.
                     self._over_graph = self._graph_block(mode="one_shot")
                     layers.forward([l])
         return self.tables.of(self.last)
-
-    def _keep_rows(self, l: int, piece: Piece, rows: Tensor) -> None:
-        """Calls `keep` with the nodes of a piece, of which the engine knows only the positions."""
-        assert self.keep is not None
-        self.keep(l, piece.chunk, rows)
 
     @cached_property
     def _allocator(self) -> Allocator:
@@ -311,8 +368,7 @@ class Chunks(LayerPlan[Tensor]):
         if ids is None or self.files is not None or self.chunk_bytes is not None or not self.depends_on_graph_alone:
             return self.layer_nodes(ids)
         model = self.model
-        # All that chunks, blocks and first-layer sums depend on, other than the graph, the features and the
-        # ids.
+        # All that chunks, blocks and first-layer sums depend on, other than the graph, the features and the ids.
         settings = (
             model.num_layers,
             model.encodes,
@@ -348,7 +404,6 @@ class Chunks(LayerPlan[Tensor]):
         return self._whole
 
     def _is_single_chunk(self, chunk_edges: int) -> bool:
-        """Whether a layer over all nodes is a single chunk."""
         return self.data.num_edges + self.data.num_nodes <= chunk_edges
 
     def probe_nodes(self, nodes: Tensor) -> Tensor:
@@ -366,7 +421,7 @@ class Chunks(LayerPlan[Tensor]):
         initial_width = self.tables.of(ENCODED).shape[1] if self.model.keeps_x0 else None
         try:
             calling_convention(
-                self.model.convs[l], self._source(l).shape[1], self.data.graph.edge, initial_width=initial_width
+                self.model.convs[l], self.rows.table(l - 1).shape[1], self.data.graph.edge, initial_width=initial_width
             )
         except NeedsWholeGraph:
             if not self.everywhere or not self.has_all_edges:
@@ -403,103 +458,35 @@ class Chunks(LayerPlan[Tensor]):
         return chunks[num_done:]
 
     def piece(self, l: int, chunk: Tensor) -> Piece:
+        """The piece of a chunk. Rows of tables that the device cannot read itself are read here."""
         block = self.block(chunk) if self._over_graph is None else self._over_graph
-        return Piece(block=block, src=block.src_ids, dst=chunk, chunk=chunk)
+        are_all = self._is_whole(block)
+        src = NodesToRead(block.src_ids, are_all)
+        dst = NodesToRead(block.dst_ids, are_all)
+        if self.model.keeps_x0:
+            self.rows.prefetch(ENCODED, dst)
+        if l == self.last and self.model.keeps_jk:
+            for k in range(ENCODED if self.model.jk_encoder else 0, l):
+                self.rows.prefetch(k, dst)
+        # On the CPU the layer may read the sources' rows itself.
+        if self.device.type != "cpu" and self.rows.cached_sums(l - 1, chunk) is None:
+            self.rows.prefetch(l - 1, src)
+        return Piece(block=block, src=src, dst=dst, chunk=chunk)
+
+    def to_device(self, piece: Piece) -> None:
+        if self._over_graph is None:  # else it is there
+            piece.block = self._block_to_device(piece.block)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         rows = Rows(self.data.x, ids)
         return rows if self.device.type == "cpu" else rows.read_on(self.device)
 
-    def read_ahead(self, l: int, piece: Piece, rows: Boundaries | None = None) -> None:
-        """Set `piece.ahead` to the rows that layer l reads at a piece. May run in the prefetching thread.
-
-        rows: Not used, since this plan reads its own tables. `LayerPlan.read_ahead` has the parameter.
-
-        Rows that the GPU can reach remain handles, which the GPU reads later. Other rows are read here. On the CPU
-        the sources' rows remain a handle too, since a layer may read them itself.
-        """
-        if l == 0 and self.cache is not None:
-            # For `id()` as the key see `InferenceCache`.
-            sums = self.cache.sums.get(id(piece.chunk))
-            if sums is not None:  # the first layer's aggregation is cached: no features are read
-                piece.ahead = ReducedRows(self.data.x, piece.block.src_ids, *sums)
-                return
-        block = piece.block
-        whole = self._is_whole(block)
-        on_cpu = self.device.type == "cpu"
-
-        def read(rows: Rows) -> Rows | Tensor:
-            return rows if not on_cpu and rows.is_near(self.device) else self._read(rows, CPU, whole)
-
-        h = Rows(self._source(l), block.src_ids)
-        x0 = read(Rows(self.tables.of(ENCODED), block.dst_ids)) if self.model.keeps_x0 else None
-        jumping_layers = range(0)
-        if l == self.last and self.model.keeps_jk:
-            jumping_layers = range(ENCODED if self.model.jk_encoder else 0, l)
-        jk = [read(Rows(self.tables.of(k), block.dst_ids)) for k in jumping_layers]
-        piece.ahead = LayerInput(h=h if on_cpu else read(h), x0=x0, jk=jk)
-
-    def _source(self, l: int) -> Readable:
-        """The table of the rows that layer `l` reads at its sources."""
-        return self.data.x if l == 0 and not self.model.encodes else self.tables.of(l - 1)
-
-    def state(self, l: int, piece: Piece) -> State:
-        """The input of layer l on the device.
-
-        In the first layer it is already aggregated, if the conv can aggregate features without its parameters
-        (`GNN.reduced_input`).
-
-        Moves the piece's block to the device, and stores the block and the sums in the cache.
-        """
-        if self._over_graph is not None:
-            return self._state(piece.ahead, whole=True)
-        block = self._block_to_device(piece.block)
-        piece.block = block
-        if isinstance(piece.ahead, ReducedRows):
-            state = State(piece.ahead)
-        else:
-            state = self._state(piece.ahead, self._is_whole(block))
-        if l == 0 and not isinstance(state.h, ReducedRows):
-            reduced = self.model.reduced_input(state.h, block)
-            if reduced is not None:
-                state = State(ReducedRows(self.data.x, block.src_ids, *reduced))
-        if self.cache is not None:
-            self.cache.store(piece.chunk, block, state.h if isinstance(state.h, ReducedRows) else None)
-        if self.device.type == "cuda":
-            piece.dst = block.dst_ids  # on the GPU, which writes the rows
-        piece.ahead = None
-        return state
-
     def on_piece_written(self, l: int, piece: Piece) -> None:
         self.bar.advance(piece.block.num_dst)
 
-    def _state(self, layer_input: LayerInput, whole: bool) -> State:
-        """The rows of a layer's input on the device.
-
-        Handles are read, except `h` on the CPU: a layer may read the sources' rows itself.
-        """
-
-        def on_device(rows: Rows | Tensor) -> Tensor:
-            return self._read(rows, self.device, whole) if isinstance(rows, Rows) else rows.to(self.device)
-
-        h = layer_input.h if self.device.type == "cpu" else on_device(layer_input.h)
-        x0 = None if layer_input.x0 is None else on_device(layer_input.x0)
-        jk = [on_device(rows) for rows in layer_input.jk]
-        return State(h, x0, torch.cat(jk, dim=1) if jk else None)
-
     def _is_whole(self, block: Block) -> bool:
-        """Whether the destinations are all nodes, in their order.
-
-        The number of sources would not tell: a block may have all nodes as sources in another order.
-        """
+        # The number of sources would not tell: a block may have all nodes as sources in another order.
         return block.num_dst == self.data.num_nodes
-
-    def _read(self, rows: Rows, device: torch.device, whole: bool) -> Tensor:
-        """The rows on a device. whole: all rows in order, so that a table on that device needs no copy."""
-        storage = rows.table.storage() if whole else None
-        if storage is not None and storage.device == device:
-            return storage
-        return rows.read_on(device)
 
     def _encode(self, nodes: Tensor) -> None:
         """Write the rows after the encoder into their table, chunk by chunk.
@@ -507,8 +494,7 @@ class Chunks(LayerPlan[Tensor]):
         In evaluation the same rows serve as input of the first layer, as initial rows and for jumping
         knowledge.
         """
-        # An encoder reads no edges, so its chunks are limited by nodes: 1 / 16 of `chunk_edges`. A rule of
-        # thumb.
+        # An encoder reads no edges, so its chunks are limited by nodes.
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
             rows = as_tensor(self.model.encode(self.inputs_of(chunk), chunk, None).h)
             self.tables.write(ENCODED, chunk, rows)
@@ -523,11 +509,10 @@ class Chunks(LayerPlan[Tensor]):
         nodes = self.probe_nodes(nodes)
         with meter_of(self.device) as preparing:
             piece = self.piece(l, nodes)
-            self.read_ahead(l, piece)
         with meter_of(self.device) as computing:
-            rows = layer_rows(self.model, l, self.state(l, piece), piece)
-        # In memory at once: the chunk in use and those prefetched, one computation, and outputs not written
-        # yet.
+            self.to_device(piece)
+            rows = layer_rows(self.model, l, Layers(self.model, self, self.rows).state(l, piece), piece)
+        # In memory at once: the chunk in use and those prefetched, one computation, and outputs not written yet.
         prepared_bytes = (1 + PREFETCH_CHUNKS) * preparing.peak_bytes
         probe_bytes = prepared_bytes + computing.peak_bytes + WRITE_QUEUE_CHUNKS * rows.nbytes
         num_edges_and_nodes = int(self.data.graph.in_degrees(nodes).sum()) + nodes.numel()

@@ -1,5 +1,4 @@
-"""Exact inference of a module that is not made of layers: on the whole graph, or on the hops around chunks
-of nodes.
+"""Exact inference of a module that is not made of layers, on the hops around chunks of nodes.
 
 A module that reads k hops around a node gives the same output on the *part* of the graph within k hops. If
 it also reads degrees of the outermost nodes, the part must have k + 1 hops; `nn/whole_module_probe.py`
@@ -9,8 +8,8 @@ allows:
     seeds -> neighborhood(part_hops) -> features -> module -> rows of the seeds
 
 Parts of different chunks overlap, so that many chunks together may cost more than the whole graph once.
-Then `inference.whole_rows` runs the module on the whole graph instead, unless the graph is too large or the
-user has set a limit.
+Then `without_layers.whole_rows` runs the module on the whole graph instead, unless the graph is too large or
+the user has set a limit.
 """
 
 from __future__ import annotations
@@ -22,37 +21,14 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.budget.predictor import costs_of
-from hopline.core.batch import Block, Part
-from hopline.core.batch_sizes import Sizes
+from hopline.core.batch import Block
 from hopline.core.neighborhood import neighborhood
 from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of, with_index
-from hopline.inference.layerwise_chunks import MARGIN, WHOLE_GRAPH_FRACTION, default_chunk_edges
+from hopline.inference.layerwise_chunks import CPU, MARGIN, WHOLE_GRAPH_FRACTION, default_chunk_edges
 from hopline.nn.whole_module import Whole
 from hopline.util.progress import progress
-
-CPU = torch.device("cpu")
-
-
-def whole_bytes(batch_model: Whole, data: Dataset) -> int:
-    """The bytes of a module's forward pass over the whole graph, by the widths of its parameters.
-
-    An upper bound for modules of convs. Too little for a module that compares all pairs of nodes.
-    """
-    costs = costs_of(batch_model, data.x, num_blocks=1).forward_only()
-    # One block, whose sources and destinations are all nodes.
-    sizes = Sizes(nodes=(data.num_nodes, data.num_nodes), edges=(data.num_edges,))
-    return int(costs.bound(sizes))
-
-
-def run_whole(batch_model: Whole, data: Dataset, device: torch.device) -> Tensor:
-    """The outputs of all nodes by one forward pass over the whole graph: [num_nodes, ...] on the host."""
-    graph = data.graph
-    # `Part` is the class of a block's edges, and not a part as above.
-    all_edges = Part(graph.indptr, graph.indices, graph.edge).to(device)
-    block = Block(torch.arange(graph.num_nodes, device=device), graph.num_nodes, (all_edges,), graph)
-    return batch_model.on_block(Rows(data.x, block.src_ids).read_on(device), block).cpu()
 
 
 class LocalInference:
@@ -97,7 +73,7 @@ class LocalInference:
         """Whether parts would cost more than the whole graph.
 
         The part of the first chunk stands for all. Parts count as dearer if they together have at least
-        `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges. A rule of thumb.
+        `WHOLE_GRAPH_FRACTION` of the whole graph's nodes and edges.
         """
         chunk, block = next(self._chunks(seeds))
         whole_size = self.data.num_nodes + self.data.num_edges
@@ -167,5 +143,4 @@ class LocalInference:
 
 
 def _size(block: Block) -> int:
-    """The nodes and edges of a part."""
     return block.num_src + block.num_edges

@@ -31,9 +31,11 @@ from hopline.core.graph import Graph, PartialGraph
 from hopline.core.row_handles import Rows
 from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset
-from hopline.inference import ReadRows, check_node_ids, evaluating, identity
+from hopline.device.snapshots import evaluating
+from hopline.inference.exact_inference import check_node_ids, identity
 from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.inference.resumable import LayerFiles
+from hopline.inference.without_layers import ReadRows
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_batch_model
 from hopline.shards.all_shards import RowsOfShards

@@ -17,6 +17,7 @@ from hopline.core.sampler import check_ids
 from hopline.distributed.shared_memory import SharedArray, share
 from hopline.interop.dlpack import aligned, converter, from_any, to
 from hopline.tables import SparseTable, Table, TensorTable
+from hopline.tables.base import WrappedTable
 
 EDGE_IDS = "e_id"
 """The edge array with the positions of a graph's edges in the `edge_index` that it was made from."""
@@ -89,7 +90,7 @@ def graph_from_edges(edge_index: Any, num_nodes: int | None = None, edge: Mappin
     return Graph(indptr, edges[0][order].to(torch.int32 if num_nodes < 2**31 else torch.int64), arrays)
 
 
-class Features(Table):
+class Features(WrappedTable):
     """A table whose `features[ids]` takes ids of any framework and returns rows in a chosen one.
 
     `write` takes arrays of any framework too. All other methods are those of the table below, with tensors.
@@ -112,10 +113,6 @@ class Features(Table):
         self.below = below
         self.framework = to
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.below.shape
-
     def size(self, dim: int | None = None) -> Any:
         """The shape, or its entry `dim`, as of a tensor."""
         return torch.Size(self.shape) if dim is None else self.shape[dim]
@@ -123,10 +120,6 @@ class Features(Table):
     def dim(self) -> int:
         """The number of dimensions, as of a tensor."""
         return len(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.below.dtype
 
     @property
     def num_bytes(self) -> int:
@@ -153,10 +146,6 @@ class Features(Table):
 
     def tiers(self, device: torch.device | str | None = None) -> Any:
         return self.below.tiers(device)
-
-    @property
-    def version(self) -> int | None:
-        return self.below.version
 
     def concurrent_view(self) -> Table:
         return Features(self.below.concurrent_view(), self.framework)
@@ -197,16 +186,13 @@ def table(rows: Any, to: str = "torch") -> Features:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class SharedGraph(Graph):
-    """A graph in shared memory.
-
-    Its pickle is a handle, and the process that unpickles it reads the same memory.
-    """
+    """A graph in shared memory. Its pickle is a handle, and the process that unpickles it reads the same memory."""
 
     arrays: Mapping[str, SharedArray] = field(default_factory=dict, repr=False)
     """The shared arrays: "indptr", "indices" and "edge.NAME" of each edge array."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _open_graph, (dict(self.arrays),)
+        return _open_graph, (dict(self.arrays), self.other_fields)
 
 
 def shared(what: Any) -> Any:
@@ -241,10 +227,12 @@ def _make_shared_twin(graph: Graph) -> SharedGraph:
     """The graph in shared memory: a copy, except for arrays that are memory-mapped already."""
     arrays = {"indptr": graph.indptr, "indices": graph.indices}
     arrays |= {f"edge.{name}": rows for name, rows in graph.edge.items()}
-    return _open_graph({name: share(rows) for name, rows in arrays.items()})
+    return _open_graph({name: share(rows) for name, rows in arrays.items()}, graph.other_fields)
 
 
-def _open_graph(arrays: Mapping[str, SharedArray]) -> SharedGraph:
-    """A graph over shared arrays. arrays: as `SharedGraph.arrays`."""
+def _open_graph(arrays: Mapping[str, SharedArray], other_fields: Mapping[str, Any]) -> SharedGraph:
+    """A graph over shared arrays. arrays: as `SharedGraph.arrays`. other_fields: as `Graph.other_fields`."""
     edge = {name.removeprefix("edge."): array.tensor for name, array in arrays.items() if name.startswith("edge.")}
-    return SharedGraph(arrays["indptr"].tensor, arrays["indices"].tensor, edge, arrays)
+    indptr = arrays["indptr"].tensor
+    indices = arrays["indices"].tensor
+    return SharedGraph(indptr, indices, edge, arrays=arrays, **other_fields)

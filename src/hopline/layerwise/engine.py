@@ -28,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -44,6 +45,9 @@ from hopline.tables.layers import LayerTables, RowSource, as_positions
 from hopline.util import trace
 
 C = TypeVar("C")
+
+ENCODED = -1
+"""The layer number of the rows before the first layer: encoded rows, or the features of a model that encodes none."""
 
 
 @dataclass(eq=False)
@@ -62,15 +66,13 @@ class Piece:
     """Seeds and labels of the piece. None if no loss is computed at it."""
     chunk: Any = None
     """The chunk of the plan that the piece was made of."""
-    ahead: Any = None
-    """Rows that `LayerPlan.read_ahead` has read for the piece, for `LayerPlan.state`."""
 
 
 class LayerPlan(ABC, Generic[C]):
     """Decides at which nodes each layer is computed, and in which pieces.
 
-    `C` is the type of a chunk: what a plan lists, before the edges of a piece are made. `piece` and `read_ahead` may
-    run in a thread of the engine; all other methods run in the thread that computes.
+    `C` is the type of a chunk: what a plan lists, before the edges of a piece are made. `piece` may run in a thread of
+    the engine; all other methods run in the thread that computes.
     """
 
     span: str | None = None
@@ -91,21 +93,14 @@ class LayerPlan(ABC, Generic[C]):
 
     @abstractmethod
     def piece(self, l: int, chunk: C) -> Piece:
-        """The piece of a chunk, with its edges. May run in a thread."""
+        """The piece of a chunk, with its edges. May run in a thread, which may also read rows that the piece needs."""
 
     @abstractmethod
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
         """The features of the nodes `ids`, for the model's encoder."""
 
-    def read_ahead(self, l: int, piece: Piece, rows: Boundaries) -> None:
-        """Read rows that the layer needs into `piece.ahead`, before the piece's turn. May run in a thread."""
-
-    def state(self, l: int, piece: Piece) -> State | None:
-        """The input of layer `l`, made of `piece.ahead`, on the device. None: the engine reads it from the tables.
-
-        A plan that returns a state also moves `piece.block` to the device.
-        """
-        return None
+    def to_device(self, piece: Piece) -> None:
+        """Move the block of a piece to the device when its turn comes. Default: `piece` has put it there."""
 
     def on_piece_written(self, l: int, piece: Piece) -> None:
         """Called in the forward pass when the rows of a piece are written."""
@@ -126,6 +121,8 @@ class Boundaries:
     The tables belong to the caller. The sums of gradients belong to the boundaries, for one backward pass. At most
     one layer's gradient is complete at a time; `gradients_complete` replaces it by that of the next layer.
 
+    All methods are for the thread that computes, but `write` for the engine's thread that writes, if there is one.
+
     Args:
         tables: The tables that rows are read from and written to.
         device: The device of the model.
@@ -135,6 +132,10 @@ class Boundaries:
         collect: Sums gradients over ranks. Returns the sums at this rank's rows, and the position of the first row.
             None: there is one rank.
     """
+
+    has_encoded = False
+    """Whether the rows before the first layer are here too, as those after layer `ENCODED`. For evaluation alone, where
+    no dropout is drawn. False: the model encodes the features at every piece."""
 
     def __init__(
         self,
@@ -361,16 +362,11 @@ class Layers(Generic[C]):
 
     def _compute(self, l: int, chunks: Sequence[C]) -> Generator[tuple[int, Piece, Tensor], None, None]:
         """(layer, piece, the rows of its destinations) for each piece, in order."""
-
-        def prepare(chunk: C) -> Piece:
-            piece = self.plan.piece(l, chunk)
-            self.plan.read_ahead(l, piece, self.rows)
-            return piece
-
-        with closing(self._prepare(prepare, chunks)) as pieces:
+        with closing(self._prepare(l, chunks)) as pieces:
             for piece in pieces:
                 with self._span(), self.same_draws(l, piece):
-                    state = self.state(l, piece)  # which may move the piece's block to the device
+                    self.plan.to_device(piece)
+                    state = self.state(l, piece)
                     rows = self._outputs(state, piece) if l == self.last else layer_rows(self.model, l, state, piece)
                     del state
                 if self.keep is not None and l < self.last:
@@ -378,14 +374,14 @@ class Layers(Generic[C]):
                 yield l, piece, rows
                 del piece, rows  # without threads only one piece may be in memory: this frame must not hold it
 
-    def _prepare(self, prepare: Callable[[C], Piece], chunks: Sequence[C]) -> Generator[Piece, None, None]:
+    def _prepare(self, l: int, chunks: Sequence[C]) -> Generator[Piece, None, None]:
         """The pieces of the chunks, prepared by a thread if the plan wants one."""
         if not self.plan.prefetch_pieces or len(chunks) < 2:
             # No pipeline: it would hold each piece until the next one is ready.
             for chunk in chunks:
-                yield prepare(chunk)
+                yield self.plan.piece(l, chunk)
             return
-        stage = Stage("infer.prepare", prepare)
+        stage = Stage("infer.prepare", partial(self.plan.piece, l))
         is_host_idle = self.device.type != "cpu"  # with a GPU the host has nothing else to compute
         look_ahead = self.plan.prefetch_pieces
         yield from Pipeline([stage], workers=1, look_ahead=look_ahead, all_cores=is_host_idle).run(chunks)
@@ -411,11 +407,9 @@ class Layers(Generic[C]):
             del computed_piece  # else this piece would still be in memory while the next one is computed
 
     def _span(self) -> AbstractContextManager[Any]:
-        """Traces a piece's computation, if the plan has a name for it."""
         return nullcontext() if self.plan.span is None else trace.span(self.plan.span, self.device)
 
     def _outputs(self, state: State, piece: Piece) -> Tensor:
-        """The model's outputs at a piece: the last layer and the decoder."""
         return self.model.decode(self.model.layer(self.last, state, piece.block))
 
     # ---- what a layer reads
@@ -430,15 +424,10 @@ class Layers(Generic[C]):
         inputs: the sources' rows after layer l - 1. None: read from the tables.
         jumped: the destinations' rows after all layers before, for jumping knowledge. None: read from the tables.
         """
-        # If rows were given, gradients are wanted at them, and a plan's own state is not made of these rows.
-        if inputs is None and jumped is None:
-            state = self.plan.state(l, piece)
-            if state is not None:
-                return state
         model = self.model
         block = piece.block
         jk = self._jumping_rows(piece, jumped) if l == self.last else None
-        if l == 0:
+        if l == 0 and not self.rows.has_encoded:
             state = model.encode(self.plan.inputs_of(block.src_ids), block.src_keys, block.key)
             return state if l < self.last else replace(state, jk=jk)
         h = self.rows.handle(l - 1, piece) if inputs is None else inputs
@@ -450,6 +439,8 @@ class Layers(Generic[C]):
         """The destinations' encoded rows, for layers that use them again. None if no layer does."""
         if not self.model.encodes:
             return None
+        if self.rows.has_encoded:
+            return self.rows.read(ENCODED, piece.dst) if self.model.keeps_x0 else None
         block = piece.block
         # Kept in the forward pass only: the weights do not change in it, and no gradient goes through these rows.
         keeps = self.plan.encodes_once and not torch.is_grad_enabled()
@@ -475,7 +466,9 @@ class Layers(Generic[C]):
         if by_layer is None:
             by_layer = [self.rows.read(l, piece.dst) for l in range(self.last)]
         rows = [model.apply_dropout(h, keys, block.key, l) for l, h in enumerate(by_layer)]
-        if model.jk_encoder:
+        if model.jk_encoder and self.rows.has_encoded:
+            rows = [self.rows.read(ENCODED, piece.dst), *rows]
+        elif model.jk_encoder:
             encoded = model.encode(self.plan.inputs_of(block.dst_ids), keys, block.key).jk
             assert encoded is not None
             rows = [encoded, *rows]
@@ -521,7 +514,12 @@ class Layers(Generic[C]):
     def _pieces(self, l: int) -> Iterator[Piece]:
         """The pieces of layer `l`, each made when it is asked for."""
         for chunk in self.plan.chunks_of(l):
-            yield self.plan.piece(l, chunk)
+            yield self._piece(l, chunk)
+
+    def _piece(self, l: int, chunk: C) -> Piece:
+        piece = self.plan.piece(l, chunk)
+        self.plan.to_device(piece)
+        return piece
 
     def outputs_at_seeds(self) -> Iterator[tuple[Batch, Tensor]]:
         """(batch, the model's outputs at its seeds) for each piece that has seeds, without gradients."""

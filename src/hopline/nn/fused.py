@@ -8,9 +8,9 @@ table where it can:
 
 The rest is PyG's code. `_StandIn` looks like the conv but has another `propagate`. The conv's `forward` is
 called with the stand-in as `self`, and with the block in place of `edge_index`. So projection, root weight,
-normalisation of the output and bias stay PyG's, and the conv itself is never changed. APPNP, and GCNConv
-where its product comes after the aggregation, run without `forward`: `run_fused` writes out what they
-compute.
+normalisation of the output and bias stay PyG's, and the conv itself is never changed. What they compute is
+written out here where the order differs: for APPNP, for SAGEConv and GraphConv where one product takes both kinds of
+rows, and for GCNConv where its product comes after the aggregation.
 
 Two families are fused: `PLAIN` convs send rows, `NORMALISED` convs send rows times GCN's degree norm. Where
 the aggregation of the first layer needs no weight, it can run before the layer does: in a loader's thread
@@ -24,68 +24,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch_geometric.nn import APPNP, GCN2Conv, GCNConv, GINConv, GraphConv, Linear, SAGEConv
-from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregation
+from torch_geometric.nn import APPNP, GCN2Conv, GCNConv, GraphConv
 
 from hopline import ops
 from hopline.core.batch import Block
 from hopline.core.row_handles import Handle, ReducedRows, Rows, as_dtype, as_tensor
 from hopline.core.tree_layout import TreeBlock
+from hopline.nn.conv_facts import PLAIN, REDUCE, ConvFacts, facts_of, has_hooks
 from hopline.nn.gcn_norm import gcn_weights
-from hopline.nn.tree_layers import PendingRows, pending_rows, reduce_on_tree, two_part_linear
+from hopline.nn.tree_layers import PendingRows, is_tree_on_gpu, pending_rows, reduce_on_tree, two_part_linear
 
-REDUCE = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
-"""PyG's aggregation modules that are fused -> their name in the kernels."""
-PLAIN = (SAGEConv, GINConv, GraphConv)
-"""Convs that send rows (GraphConv: times an edge weight) and take a pair of source and destination rows."""
-LINEARS = {SAGEConv: ("lin_l", "lin_r"), GraphConv: ("lin_rel", "lin_root")}
-"""Plain convs with two linear layers -> (layer of the reduced rows, with the bias; layer of the own rows)."""
-NORMALISED = (GCNConv, GCN2Conv, APPNP)
-"""Convs that send rows times the symmetric degree norm, with self-loops."""
 NORMALISED_SUM = "normalised sum"
-"""`ReducedRows.how` of rows that a `NORMALISED` conv has aggregated."""
+"""The first words of `ReducedRows.how` of rows that a GCNConv has aggregated. Its settings follow."""
 
 
 FLOPS_PER_ELEMENT = 16
 """Multiplications in the time that moving one element takes: about 10 on a CPU, 25 on an H200."""
 
 
-def is_fused(conv: Any) -> bool:
-    """Whether `run_fused` may run the conv. Exact types only: a subclass may have changed the message."""
-    if type(conv) not in (*PLAIN, *NORMALISED):
-        return False
-    # With K > 1 APPNP takes several hops in one layer, and its dropout is on the edge weights.
-    if isinstance(conv, APPNP) and (conv.K != 1 or conv.dropout):
-        return False
-    no_hooks = not (conv._forward_hooks or conv._forward_pre_hooks or conv.explain)
-    reductions = REDUCE if type(conv) in PLAIN else (SumAggregation,)
-    return no_hooks and type(conv.aggr_module) in reductions and conv.flow == "source_to_target"
-
-
-def reads_rows(conv: Any) -> bool:
-    """Whether the conv aggregates its input rows as they are, so that its kernel can read a table."""
-    return is_fused(conv) and type(conv) in PLAIN and not getattr(conv, "project", False)
-
-
-def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = None) -> Tensor:
+def run_fused(
+    conv: Any,
+    facts: ConvFacts,
+    h: Handle | Tensor,
+    h_dst: Handle | Tensor | None,
+    block: Block,
+    x0: Tensor | None = None,
+) -> Tensor:
     """[num_dst, ...]: the output of a conv with `is_fused` on a block.
 
-    h: rows of the block's sources, or a handle to them. x0: initial rows of the destinations, for GCN2Conv.
+    h: rows of the sources, or a handle to them.
+    h_dst: rows of the destinations, for `PLAIN` convs between two tables of rows. None: the first rows of h.
+    x0: initial rows of the destinations, for GCN2Conv.
     """
     how = REDUCE[type(conv.aggr_module)]
     dtype = dtype_of(conv, h)
     if type(conv) in PLAIN:
-        return _plain(conv, h, block, how, dtype)
+        return _plain(conv, facts, h, h_dst, block, how, dtype)
+    # From here on a destination is one of the sources: PyG refuses these convs for a pair.
 
-    if isinstance(h, ReducedRows) and h.how == NORMALISED_SUM:  # aggregated already: the product is left
+    if isinstance(h, ReducedRows) and h.how == _normalised_how(conv):  # aggregated already: the product is left
         return _product(conv, h.reduced_and_own)
 
     def propagate(b: Block, x: Tensor, edge_weight: Tensor | None = None, size: Any = None) -> Tensor:
         """In place of `MessagePassing.propagate`. Weights come from `gcn_weights`."""
         return _normalised_sum(conv, x, b, dtype)
 
-    if isinstance(block, TreeBlock) and block.on_gpu and isinstance(conv, GCNConv):
+    if isinstance(conv, GCNConv) and is_tree_on_gpu(block):
         # The product is linear, so it may come after the aggregation: a row per destination, not one per
         # slot.
         weight, loops = gcn_weights(conv, block, dtype)
@@ -103,7 +87,7 @@ def run_fused(conv: Any, h: Handle | Tensor, block: Block, x0: Tensor | None = N
     if isinstance(conv, GCN2Conv):
         stand_in = _StandIn(conv, propagate, normalize=False)
         return GCN2Conv.forward(stand_in, as_dtype(h, dtype), x0, block)  # type: ignore[arg-type]
-    if _reduces_first(conv, h, block):
+    if _reduces_first(conv, facts, h, block):
         return _product(conv, propagate(block, as_dtype(h, dtype)))
     stand_in = _StandIn(conv, propagate, normalize=False, lin=lambda x: project(conv.lin, x))
     return GCNConv.forward(stand_in, h, block)  # type: ignore[arg-type]
@@ -119,13 +103,23 @@ def _normalised_sum(conv: Any, x: Tensor, block: Block, dtype: torch.dtype) -> T
     return out if loops is None else out + loops[:, None].to(x.dtype) * x[: block.num_dst]
 
 
+def _normalised_how(conv: Any) -> str | None:
+    """`ReducedRows.how` of rows that a conv with these settings aggregates; None for other convs than GCNConv.
+
+    A callback may change the settings after a thread has aggregated the rows of the next batch.
+    """
+    if type(conv) is not GCNConv:
+        return None
+    return f"{NORMALISED_SUM}, {conv.normalize=}, {conv.add_self_loops=}, {conv.improved=}"
+
+
 def _product(conv: GCNConv, reduced: Tensor) -> Tensor:
     """The rest of GCNConv once rows are aggregated: the linear layer and the bias."""
     out = conv.lin(reduced)
     return out if conv.bias is None else out + conv.bias
 
 
-def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
+def _reduces_first(conv: GCNConv, facts: ConvFacts, h: Handle | Tensor, block: Block) -> bool:
     """Whether GCNConv aggregates before its product. The result is the same, since the product is linear.
 
     The cheaper order is taken. Costs are counted in elements moved, `FLOPS_PER_ELEMENT` multiplications being one
@@ -140,8 +134,7 @@ def _reduces_first(conv: GCNConv, h: Handle | Tensor, block: Block) -> bool:
     is_sparse = isinstance(h, Rows) and h.table.read_csr(h.ids[:0]) is not None  # asked by reading no rows
     if is_sparse:  # a product reads sparse rows as they are, and aggregation before it would make them dense
         return False
-    # A hook, or another type than Linear, must see the rows that PyG would give it.
-    if not is_linear(conv.lin) or conv.lin._forward_hooks or conv.lin._forward_pre_hooks:
+    if facts.linears is None:  # a hook, or another type than Linear, must see the rows that PyG would give it
         return False
     after, before = conv.lin.weight.shape  # (out_features, in_features)
     product_per_row = before + after + before * after / FLOPS_PER_ELEMENT
@@ -164,43 +157,44 @@ def dtype_of(conv: Any, h: Handle | Tensor) -> torch.dtype:
     return dtype if dtype.is_floating_point else torch.float32
 
 
-def _plain(conv: Any, h: Handle | Tensor, block: Block, how: str, dtype: torch.dtype) -> Tensor:
-    """[num_dst, ...]: the output of a `PLAIN` conv on a block. Its own `forward` runs, on a stand-in.
+def _plain(
+    conv: Any,
+    facts: ConvFacts,
+    h: Handle | Tensor,
+    h_dst: Handle | Tensor | None,
+    block: Block,
+    how: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """[num_dst, ...]: the output of a `PLAIN` conv on a block.
 
-    What is computed outside of `forward` depends on the first of these cases that holds:
+    The first of these cases that holds is taken. In the last two, the conv's own `forward` does the rest.
 
-        two linear layers that can be merged     [reduced | own] rows, then both products as one
-        a tree on a GPU                          [reduced | own] rows by one kernel; products stay the conv's
-        any other                                `propagate` aggregates; own rows are read apart
+        one table, linear layers that can be merged     [reduced | own] rows, then both products as one
+        a tree on a GPU                                 [reduced | own] rows by one kernel
+        any other                                       `propagate` aggregates, own rows are read apart
     """
-    linears = _mergeable_linears(conv, h)
+    linears = facts.linears if h_dst is None and len(h.shape) == 2 else None
     # Handles stay handles where the kernel takes them: to rows of a table, or to rows that `defer_layer` has left
     # for this kernel to finish. A maximum cannot finish them.
-    reads_table = isinstance(h, Rows) and reads_rows(conv)
+    reads_table = isinstance(h, Rows) and facts.reads_rows
     reads_deferred = isinstance(h, PendingRows) and linears is not None and how != "max"
     source = h if reads_table or reads_deferred else as_dtype(h, dtype)
+    weight = block.edge.get("weight") if isinstance(conv, GraphConv) else None
 
-    is_tree_on_gpu = isinstance(block, TreeBlock) and block.on_gpu
-    own: Rows | Tensor | None
-    if linears is None and is_tree_on_gpu and not getattr(conv, "project", False):
-        weight = block.edge.get("weight") if isinstance(conv, GraphConv) else None
+    if linears is not None:
+        pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
+        out = two_part_linear(_reduce(source, block, how, weight, dtype, with_own=True), pair)
+        return torch.nn.functional.normalize(out, dim=-1) if getattr(conv, "normalize", False) else out
+    own: Rows | Tensor
+    if is_tree_on_gpu(block) and not getattr(conv, "project", False):
         reduced, own = _reduce(source, block, how, weight, dtype, with_own=True).chunk(2, dim=1)
         stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: reduced)
-    elif linears is None:
-        own = as_dtype(own_rows(source, block.num_dst), dtype)
-        stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     else:
-        # Both products in one: [reduced | own] rows times the two weights side by side. The conv gets
-        # own=None, so that its forward leaves out the second product.
-        own = None
-        pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
-        stand_in = _StandIn(
-            conv,
-            lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype, with_own=True),
-            **{linears[0]: lambda reduced_and_own: two_part_linear(reduced_and_own, pair)},
-        )
+        own = as_dtype(own_rows(source, block.num_dst) if h_dst is None else h_dst, dtype)
+        stand_in = _StandIn(conv, lambda b, x, edge_weight=None, size=None: _reduce(x[0], b, how, edge_weight, dtype))
     if isinstance(conv, GraphConv):
-        return type(conv).forward(stand_in, (source, own), block, block.edge.get("weight"))  # type: ignore[arg-type]
+        return type(conv).forward(stand_in, (source, own), block, weight)  # type: ignore[arg-type]
     return type(conv).forward(stand_in, (source, own), block)  # type: ignore[arg-type]
 
 
@@ -210,33 +204,13 @@ def defer_layer(conv: Any, h: Handle | Tensor, block: Block, p: float, key: Any)
     None where that is not possible: only plain convs of two linear layers on a tree on a GPU are deferred
     (`tree_layers`), without edge arrays and without normalised outputs.
     """
-    normalises_outputs = getattr(conv, "normalize", False)
-    if not isinstance(block, TreeBlock) or not is_fused(conv) or normalises_outputs or block.edge:
+    facts = facts_of(conv)
+    if getattr(conv, "normalize", False) or block.edge:
         return None
-    linears = _mergeable_linears(conv, h)
-    if linears is None:
+    if not facts.reads_rows or facts.linears is None or len(h.shape) != 2:
         return None
-    pair = (getattr(conv, linears[0]), getattr(conv, linears[1]))
+    pair = (getattr(conv, facts.linears[0]), getattr(conv, facts.linears[1]))
     return pending_rows(h, block, REDUCE[type(conv.aggr_module)], pair, p, key)
-
-
-def _mergeable_linears(conv: Any, source: Handle | Tensor) -> tuple[str, str] | None:
-    """Names of a conv's linear layers for reduced and for own rows, if both may be computed as one product.
-
-    None if they may not: with an input of more than two dimensions, a projection before the aggregation, no
-    root weight, a layer that is not a plain Linear or has hooks, or a bias on the own rows.
-    """
-    names = LINEARS.get(type(conv))
-    if names is None or len(source.shape) != 2:
-        return None
-    if getattr(conv, "project", False) or not getattr(conv, "root_weight", True):
-        return None
-    reduced_linear, own_linear = (getattr(conv, name) for name in names)
-    are_plain = all(
-        is_linear(linear) and not linear._forward_hooks and not linear._forward_pre_hooks
-        for linear in (reduced_linear, own_linear)
-    )
-    return names if are_plain and own_linear.bias is None else None
 
 
 def input_reduction(conv: Any) -> tuple[Any, ...] | None:
@@ -245,11 +219,12 @@ def input_reduction(conv: Any) -> tuple[Any, ...] | None:
     Convs with equal keys aggregate the features alike, whatever their weights. So the result may be cached
     by the key. None if a conv has no such part.
     """
-    if type(conv) is GCNConv and is_fused(conv) and is_linear(conv.lin):
+    facts = facts_of(conv)
+    if type(conv) is GCNConv and facts.is_fused and facts.linears is not None:
         # The shape of the weight is part of the key because `_reduces_first` decides by it.
         weight = conv.lin.weight
-        return (NORMALISED_SUM, conv.normalize, conv.add_self_loops, conv.improved, weight.shape, weight.dtype)
-    if not reads_rows(conv):
+        return (_normalised_how(conv), weight.shape, weight.dtype)
+    if not facts.reads_rows:
         return None
     takes_weights = type(conv) is GraphConv
     return REDUCE[type(conv.aggr_module)], takes_weights, next((p.dtype for p in conv.parameters()), None)
@@ -267,9 +242,9 @@ def reduced_input(conv: Any, h: Handle | Tensor, block: Block) -> tuple[Tensor, 
     dtype = dtype_of(conv, h)
     with torch.no_grad():
         if type(conv) is GCNConv:
-            if not _reduces_first(conv, h, block):
+            if not _reduces_first(conv, facts_of(conv), h, block):
                 return None
-            return _normalised_sum(conv, as_dtype(h, dtype), block, dtype), NORMALISED_SUM
+            return _normalised_sum(conv, as_dtype(h, dtype), block, dtype), str(_normalised_how(conv))
         how = REDUCE[type(conv.aggr_module)]
         has_weights = isinstance(conv, GraphConv) and "weight" in block.edge
         has_factors = how == "sum" and block.scale_sums
@@ -291,14 +266,9 @@ def read_ahead(conv: Any, rows: Rows, block: Block) -> Rows:
 
 def own_rows(h: Handle | Tensor, num_dst: int) -> Rows | Tensor:
     """The destinations' own rows: the first `num_dst` of the sources' rows `h`."""
-    if isinstance(h, ReducedRows):
+    if isinstance(h, ReducedRows) and not h.how.startswith(NORMALISED_SUM):
         return h.own
     return h.head(num_dst) if isinstance(h, Rows) else as_tensor(h)[:num_dst]
-
-
-def is_linear(module: Any) -> bool:
-    """Whether `project` may run the module. Exact types only, with widths known and `forward` not patched."""
-    return type(module) in (nn.Linear, Linear) and "forward" not in vars(module) and not is_lazy(module.weight)
 
 
 def project(linear: Any, rows: Rows | Tensor) -> Tensor:
@@ -309,7 +279,7 @@ def project(linear: Any, rows: Rows | Tensor) -> Tensor:
     """
     dtype = linear.weight.dtype
     csr = rows.read_csr() if isinstance(rows, Rows) else None
-    if csr is None or linear._forward_hooks or linear._forward_pre_hooks:
+    if csr is None or has_hooks(linear):
         return linear(as_dtype(rows, dtype))
     indptr, columns, values = csr
     out = ops.reduce_edges(linear.weight.t(), indptr, columns, "sum", values.to(dtype))

@@ -32,21 +32,13 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 from hopline import ops
 from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import DroppedRows, Handle, Readable, ReducedRows, Rows, as_dtype, as_tensor
-from hopline.nn.conv_adapter import convolve, takes_x0
-from hopline.nn.fused import (
-    defer_layer,
-    input_reduction,
-    is_fused,
-    is_linear,
-    own_rows,
-    project,
-    read_ahead,
-    reads_rows,
-    reduced_input,
-)
+from hopline.nn.conv_adapter import convolve
+from hopline.nn.conv_facts import facts_of, has_hooks, is_linear, reads_rows, takes_x0
+from hopline.nn.fused import defer_layer, input_reduction, own_rows, project, read_ahead, reduced_input
 from hopline.nn.norms import ignore_empty_slots, make_norm, running_statistics
 from hopline.nn.plain_call import plain_block
 from hopline.nn.row_wise import check_row_wise
+from hopline.nn.tree_layers import is_tree_on_gpu
 
 INPUT = -1
 """The number of the input dropout among the keys of a step, next to the layers' numbers 0, 1, ..."""
@@ -223,7 +215,7 @@ class GNN(nn.Module):
     @property
     def reads_rows(self) -> bool:
         """Whether the first conv aggregates input rows as they are, so that its kernel can read a table."""
-        return self.encoder is None and not self.input_dropout and not self._uses_x0 and reads_rows(self.convs[0])
+        return self.encoder is None and not self.input_dropout and not self.keeps_x0 and reads_rows(self.convs[0])
 
     def keeps_handle(self, table: Readable) -> bool:
         """Whether a batch should hold a handle to input rows of this table, and not the rows.
@@ -242,12 +234,7 @@ class GNN(nn.Module):
         """Whether the first operation on input rows, apart from dropout, is a linear layer."""
         if self.encoder is not None:
             return is_linear(self.encoder)
-        return isinstance(self.convs[0], GCNConv) and not self._uses_x0
-
-    @property
-    def _uses_x0(self) -> bool:
-        """Whether layers read the initial rows again: `initial_residual`, or an argument of a conv."""
-        return self.initial_residual > 0 or any(takes_x0(conv) for conv in self.convs)
+        return isinstance(self.convs[0], GCNConv) and not self.keeps_x0
 
     @property
     def is_fused(self) -> bool:
@@ -256,7 +243,7 @@ class GNN(nn.Module):
         The work is then in hopline's kernels and in linear layers. On a CPU both can use hopline's threads in
         place of torch's (`ops.own_threads`).
         """
-        return all(is_fused(conv) for conv in self.convs)
+        return all(facts_of(conv).is_fused for conv in self.convs)
 
     def read_ahead(self, rows: Rows, block: Block) -> Rows:
         """Compute the part of the first layer that needs no parameter, in a thread that prefetches batches.
@@ -293,12 +280,12 @@ class GNN(nn.Module):
     @property
     def encodes(self) -> bool:
         """Whether `encode` changes the input rows in evaluation, or stores initial rows."""
-        return self.encoder is not None or self._uses_x0
+        return self.encoder is not None or self.keeps_x0
 
     @property
     def keeps_x0(self) -> bool:
-        """Whether `State.x0` holds the initial rows, for every layer to read."""
-        return self._uses_x0
+        """Whether layers read the initial rows, so `State.x0` holds them: `initial_residual`, or a conv's argument."""
+        return self.initial_residual > 0 or any(map(takes_x0, self.convs))
 
     def rest_parameters(self) -> list[nn.Parameter]:
         """Parameters that may have a weight decay of their own: those of encoder and head.
@@ -342,7 +329,7 @@ class GNN(nn.Module):
             else:
                 encoded = self.encoder(self._as_dtype(x))
             x = encoded if self.act is None else self.act(encoded)
-        x0 = self._as_dtype(x) if self._uses_x0 else None
+        x0 = self._as_dtype(x) if self.keeps_x0 else None
         if self.encoder is not None:
             # Layers draw by the numbers 0 .. num_layers - 1, the encoder by the next one.
             x = self._drop(self._as_dtype(x), self.dropout, ids, key, self.num_layers)
@@ -364,7 +351,8 @@ class GNN(nn.Module):
         sums_over_ranks = block.convs is not None and block.convs.over_ranks
         has_no_variance = block.num_dst <= 1 and not sums_over_ranks
         modules = [self.convs[l], self.norms[l]]
-        with running_statistics(modules, enabled=has_no_variance), ignore_empty_slots(modules, block):
+        norms = running_statistics(modules) if has_no_variance else ignore_empty_slots(modules, block)
+        with norms:
             return self._layer(l, state, block)
 
     def _layer(self, l: int, state: State, block: Block) -> State:
@@ -373,7 +361,7 @@ class GNN(nn.Module):
         if l == 0:
             state = State(self._in_precision(state.h), state.x0, state.jk)
         x0 = None if state.x0 is None else state.x0[:num_dst]
-        if self._is_plain(l):
+        if is_tree_on_gpu(block) and self._is_plain(l):
             p = self.dropout if self.training else 0.0
             key = None if block.key is None or not p else ops.purpose_key(block.key, l)
             pending = defer_layer(self.convs[l], state.h, block, p, key)
@@ -410,14 +398,14 @@ class GNN(nn.Module):
         """
         is_hidden = l < self.num_layers - 1
         has_norm = type(self.norms[l]) is not nn.Identity
-        has_more = self.residual or self.keeps_jk or self._uses_x0 or has_norm
+        has_more = self.residual or self.keeps_jk or self.keeps_x0 or has_norm
         return self._acts_by_relu and not has_more and is_hidden
 
     @property
     def _acts_by_relu(self) -> bool:
         """Whether the activation is a ReLU without hooks."""
         if type(self.act) is nn.ReLU:
-            return not self.act._forward_hooks and not self.act._forward_pre_hooks
+            return not has_hooks(self.act)
         return self.act in (torch.relu, torch.nn.functional.relu)
 
     def _fuses_relu_and_dropout(self, block: Block) -> bool:
@@ -425,7 +413,7 @@ class GNN(nn.Module):
         draws = self.training and self.dropout > 0 and block.key is not None
         # A norm, a residual or layer hooks may stand between the activation and dropout.
         something_between = self.act_first or (self.residual and not self.residual_first)
-        return draws and self._acts_by_relu and not something_between and block.layer_hooks is None
+        return draws and not something_between and block.layer_hooks is None and self._acts_by_relu
 
     def decode(self, state: State) -> Tensor:
         """The model's outputs from the last layer's state: jumping knowledge, then the head."""
@@ -564,5 +552,4 @@ def row_widths(model: GNN, num_features: int) -> list[int]:
 
 
 def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
-    """Whether a module has parameters. recurse: those of inner modules count too."""
     return next(module.parameters(recurse), None) is not None

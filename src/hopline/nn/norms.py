@@ -36,13 +36,12 @@ def make_norm(name: str, width: int) -> nn.Module:
 
 
 @contextmanager
-def running_statistics(modules: Iterable[nn.Module], *, enabled: bool) -> Iterator[None]:
+def running_statistics(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Make batch norms in training use their running statistics while the context lasts.
 
-    modules: those whose batch norms are meant, inner ones included. enabled: False makes the context do
-    nothing.
+    modules: those whose batch norms are meant, inner ones included.
     """
-    norms = _training_norms(modules) if enabled else []
+    norms = _training_norms(modules)
     for norm in norms:
         norm.eval()
     try:
@@ -58,7 +57,8 @@ def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractCo
     modules: those whose batch norms are meant, inner ones included. The context does nothing if they have
     none, or if the block is not in the tree layout.
     """
-    present = block.present if _training_norms(modules) else None
+    # Blocks with parts have no empty slots, and most blocks have parts, so the modules need not be searched.
+    present = None if block.parts or not _training_norms(modules) else block.present
     return nullcontext() if present is None else OwnStatistics(partial(_statistics_of_present, present))
 
 

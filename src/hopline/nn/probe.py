@@ -19,6 +19,7 @@ import copy
 import functools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -57,6 +58,9 @@ BATCHES_OF_FEW_EDGES = ((8, 4, 11), (4, 11))
 BATCHES = (BATCH_WITH_HUB, (1, 2), *BATCHES_OF_FEW_EDGES, tuple(reversed(range(len(SOURCES)))))
 """Destinations of all blocks of a trial. Those not named above: only nodes of low degree; every node, in reverse
 order. A node's output must not depend on the others in its block."""
+
+PLAIN_TYPES = frozenset((bool, int, float, str, type(None)))
+"""Types of the attributes of a module that are settings, on which findings about it may depend."""
 
 
 class Findings:
@@ -148,12 +152,22 @@ def block_of(graph: Graph, nodes: Sequence[int]) -> Block:
     return Block(torch.tensor(src_ids), len(nodes), (part,), graph)
 
 
+def sources_of(block: Block) -> tuple[Tensor, Part]:
+    """(ids of the nodes that edges lead from, the edges): a block's edges as between two tables of rows.
+
+    Without edges there is no source at all, and there may be fewer sources than destinations.
+    """
+    positions, src_idx = block.part.src_idx.unique(return_inverse=True)
+    return block.src_ids[positions], replace(block.part, src_idx=src_idx.int())
+
+
 def reverse_edges_of_nodes(graph: Graph) -> Graph:
     """A copy of a graph in which the in-edges of each node are in reverse order."""
     # Edge e of a node with the range [start, stop) goes to start + stop - 1 - e.
     start_plus_last = torch.repeat_interleave(graph.indptr[1:] + graph.indptr[:-1] - 1, graph.in_degrees())
     order = start_plus_last - torch.arange(graph.num_edges)
-    return Graph(graph.indptr, graph.indices[order], {name: rows[order] for name, rows in graph.edge.items()})
+    edge = {name: rows[order] for name, rows in graph.edge.items()}
+    return graph.with_arrays(graph.indptr, graph.indices[order], edge)
 
 
 def tree_of(graph: Graph, nodes: Sequence[int]) -> TreeBlock:
@@ -205,7 +219,7 @@ def fresh_copy(module: Module) -> Module:
             f"{type(module).__name__} keeps tensors of an earlier call: build it anew ({error})"
         ) from error
     for m in trial.modules():
-        vars(m).update(_empty_caches(m))
+        vars(m).update(dict.fromkeys(_caches(m)))
     return trial
 
 
@@ -230,8 +244,7 @@ def options_of(module: nn.Module) -> tuple[tuple[str, Any], ...]:
     Findings about the module may depend on them, so a change of one asks for a new trial. `training` is
     left out: trials choose the mode themselves.
     """
-    plain = (bool, int, float, str, type(None))
-    return tuple((k, v) for k, v in vars(module).items() if type(v) in plain and k != "training")
+    return tuple((k, v) for k, v in vars(module).items() if type(v) in PLAIN_TYPES and k != "training")
 
 
 def has_cache(module: nn.Module) -> bool:
@@ -251,7 +264,7 @@ def without_caches(module: nn.Module) -> Iterator[None]:
     for m in module.modules():
         if "cached" in vars(m):
             old_values.append((m, {**_caches(m), "cached": vars(m)["cached"]}))
-            vars(m).update(_empty_caches(m), cached=False)
+            vars(m).update(dict.fromkeys(_caches(m)), cached=False)
     try:
         yield
     finally:
@@ -262,8 +275,3 @@ def without_caches(module: nn.Module) -> Iterator[None]:
 def _caches(module: nn.Module) -> dict[str, Any]:
     """The caches of a PyG conv, by the name of the attribute: PyG's names all begin with `_cached`."""
     return {name: value for name, value in vars(module).items() if name.startswith("_cached")}
-
-
-def _empty_caches(module: nn.Module) -> dict[str, Any]:
-    """None for every cache of a PyG conv, by the name of the attribute."""
-    return dict.fromkeys(_caches(module))

@@ -42,7 +42,6 @@ They are the depth of its product: the dimension that `hidden_then_reduce` sums 
 
 
 def is_tree_on_gpu(block: Block) -> bool:
-    """Whether the block is in the tree layout and on a GPU."""
     return isinstance(block, TreeBlock) and block.on_gpu
 
 
@@ -96,13 +95,15 @@ def reduce_on_tree(
     )
 
 
-def edges_to_attend(block: Block) -> Any:
-    """The edges of a block on a GPU, in the form that the attention kernels take:
-    `ops.gpu.attention.Edges`."""
+def edges_to_attend(block: Block, num_src: int) -> Any:
+    """The edges of a block on a GPU, in the form that the attention kernels take: `ops.gpu.attention.AttentionEdges`.
+
+    num_src: number of source rows.
+    """
     kernels = ops.gpu_kernels("attention")
     if isinstance(block, TreeBlock):
         return kernels.tree_edges(block.tree.slots, block.hop, block.tree.nodes, block.tree.counts)
-    return kernels.block_edges(block.part.indptr, block.part.src_idx, block.num_src, block.src_keys)
+    return kernels.block_edges(block.part.indptr, block.part.src_idx, num_src, block.src_keys)
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -120,12 +121,12 @@ def two_part_linear(reduced_and_own: Tensor, linears: tuple[Any, Any]) -> Tensor
     left = linears[0].weight
     right = linears[1].weight
     bias = linears[0].bias
-    # The kernel computes in the dtype of the rows. So float32 rows are left to torch where autocast would lower
-    # them, that is where `compute_dtype(torch.float32)` is not float32.
-    is_single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
-    is_half = reduced_and_own.dtype in HALVES
-    if reduced_and_own.is_cuda and (is_single or is_half) and bias is not None:
-        return ops.gpu_kernels("dense").two_part_linear(reduced_and_own, left, right, bias)
+    if reduced_and_own.is_cuda and bias is not None:
+        # The kernel computes in the dtype of the rows. So float32 rows are left to torch where autocast would lower
+        # them, that is where `compute_dtype(torch.float32)` is not float32.
+        is_single = reduced_and_own.dtype == torch.float32 == compute_dtype(torch.float32)
+        if is_single or reduced_and_own.dtype in HALVES:
+            return ops.gpu_kernels("dense").two_part_linear(reduced_and_own, left, right, bias)
     return torch.nn.functional.linear(reduced_and_own, torch.cat([left, right], dim=1), bias)
 
 

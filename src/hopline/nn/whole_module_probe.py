@@ -308,7 +308,6 @@ def _are_equal(outputs: Tensor, expected: Tensor) -> bool:
 
 
 def _text(error: Exception | None) -> str:
-    """Type and message of an error on one line, the message shortened to 200 characters."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
@@ -355,11 +354,8 @@ class _TinyGraph:
         hub = node(num_levels - 1, 1)
         edges += [(other, hub) for other in range(num_nodes - 1) if other != alone]
         src, dst = torch.tensor(edges).T
-        by_dst = dst.argsort(stable=True)
-        indptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
-        indptr[1:] = torch.bincount(dst, minlength=num_nodes).cumsum(0)
         arrays = {name: _rows_like(array, len(edges), generator) for name, array in edge.items()}
-        self.graph = Graph(indptr, src[by_dst].int(), arrays)
+        self.graph = _graph_of(src, dst, num_nodes, arrays)
         self.block = _whole(self.graph)
         self.x = _rows_like(x, num_nodes, generator)
         self.seeds = [
@@ -383,17 +379,20 @@ class _TinyGraph:
         num_nodes = self.graph.num_nodes
         numbers = torch.cat([torch.arange(num_nodes - 1).roll(num_nodes // 2), torch.tensor([num_nodes - 1])])
         src, dst = numbers[self.block.edge_index]
-        by_dst = dst.argsort(stable=True)
-        indptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
-        indptr[1:] = torch.bincount(dst, minlength=num_nodes).cumsum(0)
-        edge = {name: rows[by_dst] for name, rows in self.graph.edge.items()}
+        edge = {name: rows[dst.argsort(stable=True)] for name, rows in self.graph.edge.items()}
         x = torch.empty_like(self.x)
         x[numbers] = self.x
-        return x, _whole(Graph(indptr, src[by_dst].int(), edge)), numbers
+        return x, _whole(_graph_of(src, dst, num_nodes, edge)), numbers
+
+
+def _graph_of(src: Tensor, dst: Tensor, num_nodes: int, edge: dict[str, Tensor]) -> Graph:
+    """The graph of some edges. edge: arrays by name, whose rows are in the order of the destinations already."""
+    indptr = torch.zeros(num_nodes + 1, dtype=torch.int64)
+    indptr[1:] = torch.bincount(dst, minlength=num_nodes).cumsum(0)
+    return Graph(indptr, src[dst.argsort(stable=True)].int(), edge)
 
 
 def _whole(graph: Graph) -> Block:
-    """A square block with all nodes and edges of a graph."""
     part = Part(graph.indptr, graph.indices, graph.edge)
     return Block(torch.arange(graph.num_nodes), graph.num_nodes, (part,), graph)
 

@@ -32,7 +32,6 @@ _MASK = (1 << 64) - 1
 
 
 def _signed(value: int) -> int:
-    """The int64 that has the bits of an unsigned 64-bit number."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -137,6 +136,17 @@ def layer_key(key: int | Tensor, layer: int) -> int | Tensor:
     return mix(mix(key) + _times_golden(LAYERS + pair + 1))
 
 
+def dropout_numbers(p: float) -> tuple[int, float]:
+    """(threshold, scale) for a dropout of probability p, which is rounded to a multiple of 1 / 65536.
+
+    An element is kept where its 16 bits are at least the threshold, and is then multiplied by the scale.
+    With p = 1 nothing is kept, and the scale is 0.
+    """
+    # 16 bits decide about an element, so that one draw of 64 bits serves four columns.
+    threshold = round(p * 65536)
+    return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+
+
 LOOP_BIT = 62
 """The bit of a draw id that `draw_ids` sets. No node id has it, and int64 stays positive."""
 
@@ -159,10 +169,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 
 def mix(z: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 bit patterns.
-
-    The overflow of int64 wraps, as that of unsigned numbers does.
-    """
+    """SplitMix64's finaliser on int64 bit patterns. The overflow of int64 wraps, as that of unsigned numbers does."""
     z = (z ^ _shift_right(z, 30)) * _signed(MIX_1)
     z = (z ^ _shift_right(z, 27)) * _signed(MIX_2)
     return z ^ _shift_right(z, 31)
@@ -189,9 +196,9 @@ def bounded(raw: Tensor, limit: Tensor) -> Tensor:
     return _shift_right(high * limit + _shift_right(low * limit, 32), 32)
 
 
-def permutation(key: int, size: int, device: torch.device | str = "cpu") -> Tensor:
+def permutation(key: int, size: int) -> Tensor:
     """[size] int64: a random order of 0 .. size - 1 that depends on the key alone."""
-    return torch.argsort(draw(key, torch.arange(size, device=device), 0), stable=True)
+    return torch.argsort(draw(key, torch.arange(size), 0), stable=True)
 
 
 def uniform(raw: Tensor, bits: int) -> Tensor:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hopline.ops.random import bounded, draw
+from hopline.ops.random import bounded, draw, dropout_numbers
 from hopline.ops.tree_slots import Slots
 
 
@@ -246,6 +246,20 @@ def reduce_edges(
     return out
 
 
+def check_shapes(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor | None) -> None:
+    """Raise ValueError if arguments of `reduce_edges` do not fit together. Kernels read them unchecked."""
+    if weight is not None and weight.shape != src_idx.shape:
+        raise ValueError(
+            f"weight must hold one number per edge: expected shape {list(src_idx.shape)}, got {list(weight.shape)}"
+        )
+    if own is not None and rows.dim() != 2:
+        raise ValueError(f"own needs rows that are a matrix: expected 2 dimensions, got shape {list(rows.shape)}")
+    if own is not None and own.shape != (indptr.numel() - 1,):
+        raise ValueError(
+            f"own must hold one row id per destination: expected shape [{indptr.numel() - 1}], got {list(own.shape)}"
+        )
+
+
 def _one_per_row(values: Tensor, rows: Tensor) -> Tensor:
     """values [n] as [n, 1, ..., 1], so that values[i] broadcasts over rows[i]. rows: [n, ...]."""
     return values.view(-1, *[1] * (rows.dim() - 1))
@@ -257,15 +271,13 @@ def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
     A draw of 64 bits serves four columns, 16 bits each. A column is kept if its number is at least
     p * 65536, so `p` is rounded to a multiple of 1 / 65536.
     """
-    threshold = round(p * 65536)
+    threshold, scale = dropout_numbers(p)
     exact = x if x.dtype in (torch.float32, torch.float64) else x.float()  # half types are scaled in float32
     flat = exact.reshape(x.size(0), math.prod(x.shape[1:]))
     column = torch.arange(flat.size(1), device=x.device)
     raw = draw(key, ids[:, None], column // 4)
     lane = (raw >> (16 * (column % 4))) & 0xFFFF
     mask = (lane >= threshold).to(exact.dtype)
-    # With p = 1 nothing is kept, and the scale would be a division by zero.
-    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
     return (flat * (mask * scale)).view_as(x).to(x.dtype)
 
 
@@ -274,11 +286,10 @@ def keyed_dropout_sparse(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
 
     values, columns: [num_stored], row after row. indptr: [n + 1]. ids: [n], the node of each row.
     """
-    threshold = round(p * 65536)
+    threshold, scale = dropout_numbers(p)
     column = columns.long()
     raw = draw(key, ids[_destinations(indptr)], column // 4)
     is_kept = ((raw >> (16 * (column % 4))) & 0xFFFF) >= threshold
-    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
     return values * is_kept * scale
 
 
@@ -300,10 +311,7 @@ class SortedIdMap:
         self._ids = torch.empty(0, dtype=torch.int64, device=device)
 
     def add(self, nodes: Tensor) -> Tensor:
-        """[n] int32: the local id of each node. New nodes get the next free ids.
-
-        Synchronises with the device.
-        """
+        """[n] int32: the local id of each node. New nodes get the next free ids. Synchronises with the device."""
         if bool(((nodes < 0) | (nodes >= self.num_nodes)).any()):
             raise ValueError("an edge index is out of range: check the dataset by `hopline verify FOLDER`")
         self._ids, idx = relabel(self.ids(), nodes)

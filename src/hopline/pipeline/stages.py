@@ -7,7 +7,7 @@
 One thread takes one request through all stages, so that threads share nothing.
 
 Threads compete with training for cores. So they run at a lower priority (`give_way`), and their kernels run
-in the thread alone unless the caller leaves the cores idle. `Load` reports how busy a run was.
+in the thread alone unless the caller leaves the cores idle.
 """
 
 from __future__ import annotations
@@ -55,30 +55,6 @@ class Stage:
     """Name of the stage's span in the trace, and in error messages."""
     run: Callable[[Any], Any]
     """(result of the stage before, or the request) -> result. Runs in several threads at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """Times of one run of a pipeline, which show how busy it was.
-
-    The wait for the first result is left out: no number of threads can shorten it.
-    """
-
-    workers: int
-    """Threads of the run."""
-    look_ahead: int
-    """Results that could be prepared before they were asked for."""
-    num_results: int
-    """Results that the caller took."""
-    wall_s: float
-    """Seconds from the first result to the end of the run."""
-    waited_s: float
-    """Seconds of `wall_s` in which the caller waited for a result."""
-    stages: dict[str, float]
-    """Seconds of all threads in each stage, by name.
-
-    Time in which a thread was ready but had no core is left out.
-    """
 
 
 EXTRA_NICENESS = 10
@@ -129,17 +105,15 @@ class Pipeline:
         self.all_cores = all_cores
         self.workers = min(1, workers) if in_step else workers
         self.look_ahead = max(1, look_ahead)
-        self.load: Load | None = None
-        """Load of the last run that came to its end. None if there was none, or if it had no threads."""
+        self.stage_s: dict[str, float] = {}
+        """Seconds of all threads in each stage, by name, in the last run that came to its end. Empty if there was none,
+        or if it had no threads. Time in which a thread was ready but had no core is left out."""
 
     def run(self, requests: Iterable[Any]) -> Generator[Any, None, None]:
-        """Yield each request's result, in order.
-
-        Closing the iterator ends the threads and drops their results.
-        """
+        """Yield each request's result, in order. Closing the iterator ends the threads and drops their results."""
         refuse_after_fork(torch.get_num_threads())
         if self.workers == 0:
-            # Without threads there is no `Load`, so the stages' times are dropped.
+            # Without threads the stages' times are dropped.
             for request in requests:
                 yield self._run_stages(request, [])
             return
@@ -148,7 +122,6 @@ class Pipeline:
         num_kernel_threads = torch.get_num_threads() if self.all_cores else 1
         pool = ops.start_threads(self.workers, "hopline-pipeline", partial(_set_up_thread, num_kernel_threads))
         pending: deque[Future[Any]] = deque()
-        waits_s: list[float] = []  # one per result
         stage_times: list[tuple[str, float]] = []  # (stage, seconds), of all threads
 
         # Requests are submitted by the caller's thread alone, so `pending` needs no lock.
@@ -164,28 +137,16 @@ class Pipeline:
         cancel = not self.in_step
         try:
             fill()
-            began_s = time.perf_counter()
             while pending:
-                asked_s = time.perf_counter()
                 with trace.span("wait"):
                     result = pending.popleft().result()
-                waits_s.append(time.perf_counter() - asked_s)
                 fill()  # before the yield, so that threads work while the caller uses the result
                 yield result
-            if waits_s:
-                wall_s = time.perf_counter() - began_s
-                first_wait_s, *later_waits_s = waits_s
-                stages = {stage.name: 0.0 for stage in self.stages}
+            if stage_times:
+                stage_s = {stage.name: 0.0 for stage in self.stages}
                 for name, seconds in stage_times:
-                    stages[name] += seconds
-                self.load = Load(
-                    workers=self.workers,
-                    look_ahead=self.look_ahead,
-                    num_results=len(waits_s),
-                    wall_s=wall_s - first_wait_s,
-                    waited_s=sum(later_waits_s),
-                    stages=stages,
-                )
+                    stage_s[name] += seconds
+                self.stage_s = stage_s
         except Exception:  # a stage or the requests failed: what is still pending is of no use
             cancel = True
             raise
@@ -193,10 +154,7 @@ class Pipeline:
             pool.shutdown(wait=True, cancel_futures=cancel)
 
     def _run_stages(self, value: Any, stage_times: list[tuple[str, float]]) -> Any:
-        """The result of a request.
-
-        Adds (stage, seconds) to `stage_times`, to which several threads may append.
-        """
+        """The result of a request. Adds (stage, seconds) to `stage_times`, to which several threads may append."""
         for stage in self.stages:
             began_s = _alone_s()
             try:

@@ -44,61 +44,33 @@ class Movable(Protocol):
 B = TypeVar("B", bound=Movable)
 
 
-class Copies(Protocol):
-    """The way in which bytes get to a device. `CudaCopies` is that of a GPU; tests have their own."""
-
-    def buffer(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 on the host, from which the device copies while the host does other work."""
-        ...
-
-    def within(self) -> AbstractContextManager[object]:
-        """A context in which work given to the device goes to the stream of the copies."""
-        ...
-
-    def copy(self, staged: Tensor) -> Tensor:
-        """Begin to copy a tensor to the device.
-
-        The result is complete when a mark that is made later is done.
-        """
-        ...
-
-    def mark(self) -> Any:
-        """An event that is done when all copies begun so far are done.
-
-        Its `synchronize()` makes the host wait.
-        """
-        ...
-
-    def wait(self, event: Any, tensors: list[Tensor]) -> None:
-        """Let work that is given to the device from now on wait for the event; the host does not wait.
-
-        The memory of `tensors` is not used for anything else before that work is done.
-        """
-        ...
-
-
 class CudaCopies:
-    """Copies to a CUDA device on a stream of their own."""
+    """Copies to a CUDA device on a stream of their own. Tests have a subclass that needs no device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = stream_for("copies", device)
 
     def buffer(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 on the host, from which the device copies while the host does other work."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def within(self) -> AbstractContextManager[object]:
+        """A context in which work given to the device goes to the stream of the copies."""
         return torch.cuda.stream(self.stream)
 
     def copy(self, staged: Tensor) -> Tensor:
+        """Begin to copy a tensor to the device. The result is complete when a mark that is made later is done."""
         return torch.empty_like(staged, device=self.device).copy_(staged, non_blocking=True)
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
+        """An event that is done when all copies begun so far are done. Its `synchronize()` makes the host wait."""
         event = torch.cuda.Event()
         event.record(self.stream)
         return event
 
-    def wait(self, event: torch.cuda.Event, tensors: list[Tensor]) -> None:
+    def wait(self, event: Any, tensors: list[Tensor]) -> None:
+        """Let work that is given to the device from now on wait for the event; the host does not wait."""
         compute = torch.cuda.current_stream(self.device)
         compute.wait_event(event)
         # They were allocated on the copy stream. Without this, the allocator would give their memory to the
@@ -119,10 +91,7 @@ class _Slot:
 
 @dataclass(frozen=True, eq=False)
 class PendingBatch(Generic[B]):
-    """A batch whose tensors are still on their way.
-
-    Nothing may use it before `Mover.ready` returns the batch.
-    """
+    """A batch whose tensors are still on their way. Nothing may use it before `Mover.ready` returns the batch."""
 
     batch: B
     """The batch on the device."""
@@ -140,7 +109,7 @@ class Mover:
     are under way, `move` waits for the oldest. On the CPU a batch stays where it is.
     """
 
-    def __init__(self, device: torch.device | str, look_ahead: int = 2, copies: Copies | None = None) -> None:
+    def __init__(self, device: torch.device | str, look_ahead: int = 2, copies: CudaCopies | None = None) -> None:
         self.device = torch.device(device)
         if copies is None and self.device.type == "cuda":
             copies = CudaCopies(self.device)
@@ -169,7 +138,7 @@ class Mover:
         finally:
             self._slots.put(slot)
 
-    def _move(self, batch: B, slot: _Slot, copies: Copies) -> PendingBatch[B]:
+    def _move(self, batch: B, slot: _Slot, copies: CudaCopies) -> PendingBatch[B]:
         if slot.event is not None:
             slot.event.synchronize()  # else the bytes of an earlier batch would be overwritten on their way
         needed_bytes = batch.num_bytes + GAP_BYTES
@@ -206,7 +175,7 @@ class _CopyThroughBuffer(TorchFunctionMode):
     """The device to which tensors are moved. Calls of `to` for any other device are left alone."""
     buffer: Tensor
     """[n] uint8 in pinned host memory."""
-    copies: Copies
+    copies: CudaCopies
     """Allocates on the device, and copies."""
     used_bytes: int = 0
     """Bytes of the buffer that hold tensors, a multiple of `ALIGN_BYTES`."""

@@ -16,18 +16,19 @@ import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path, PurePath
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from hopline.report.charts import MAX_HOVERS, PALETTE_STYLE, WIDTH, Points, bar_chart, line_chart, swatch
 from hopline.report.format import ABSENT, amount, duration, percent, unit_of
-from hopline.report.settings import flatten, read_config, split_settings
+from hopline.report.settings import flatten, read_config
 from hopline.util.config import format_size, plural
 from hopline.util.files import check_file
 
+T = TypeVar("T")
 Record = dict[str, Any]
 """One line of metrics.jsonl. "event" says what it is about: "epoch", "evaluate", "budget", ..."""
 
@@ -125,7 +126,7 @@ class RunFiles:
     about: Record
     """config.json: settings, command, versions and machine."""
     start: Record
-    """Dataset, model and method. Old runs have no such record."""
+    """Dataset, model and method."""
     elapsed_s: float
     """Seconds from the start of the run to its last record."""
     epochs: list[Record]
@@ -264,7 +265,7 @@ def _render(run: RunFiles) -> str:
     body = [
         _header(run),
         _tiles(run, sum(parts.values())),
-        facts_section(run.start, config, [lr for _, lr in _series(run.epochs, "lr")]),
+        facts_section(run.start, [lr for _, lr in _series(run.epochs, "lr")]),
         *map(_notice, _notices(run)),
         _curves(run),
         time_section(parts, _evaluation_stages(run), is_async) if run.epochs else "",
@@ -289,7 +290,6 @@ def _render(run: RunFiles) -> str:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """The value if it is a mapping, else {}."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -360,7 +360,6 @@ def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
 
 
 def _first(values: Mapping[str, Any]) -> Any:
-    """The first value of a mapping. None if it is empty."""
     return next(iter(values.values()), None)
 
 
@@ -419,7 +418,7 @@ def _evaluation_stages(run: RunFiles) -> list[Record]:
     """
     in_epochs = {"evaluate"}
     for epoch in run.epochs:
-        in_epochs.update(numbers(epoch.get("stages")), stages_of(epoch))
+        in_epochs.update(numbers(epoch.get("stages")), numbers(epoch.get("work")))
     return [s for s in run.end.get("stages") or [] if isinstance(s, dict) and s.get("name") not in in_epochs]
 
 
@@ -510,13 +509,11 @@ def fold(title: str, content: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{content}</details>"
 
 
-def thin_out(values: Sequence[float], max_points: int) -> tuple[list[float], int]:
-    """(at most `max_points` values, number of values behind each).
-
-    Each is the largest of consecutive values.
-    """
-    per_point = max(1, -(-len(values) // max_points))
-    return [max(values[start : start + per_point]) for start in range(0, len(values), per_point)], per_point
+def thin_out(values: Sequence[T], max_values: int, key: Callable[[T], float] | None = None) -> tuple[list[T], int]:
+    """(at most `max_values` values, number of values behind each). Each is the largest of consecutive ones."""
+    per_value = max(1, -(-len(values) // max_values))
+    stretches = (values[start : start + per_value] for start in range(0, len(values), per_value))
+    return [max(stretch, key=key) for stretch in stretches], per_value  # type: ignore[type-var]
 
 
 def budget_section(records: Sequence[Record]) -> str:
@@ -527,19 +524,19 @@ def budget_section(records: Sequence[Record]) -> str:
     if not records:
         return ""
     columns = (  # (head, key in the record, how to write it)
-        ("steps", "num_steps", _write_count),
-        ("limit", "limit_bytes", _write_size),
-        ("predicted", "promised_bytes", _write_size),
-        ("measured", "peak_bytes", _write_size),
-        ("split", "split", _write_count),
-        ("micro-batches", "pieces", _write_count),
-        ("resampled", "resampled", _write_count),
-        ("cut", "cut", _write_count),
-        ("over", "over", _write_count),
-        ("out of memory", "oom", _write_count),
+        ("steps", "num_steps", _count),
+        ("limit", "limit_bytes", _size),
+        ("predicted", "promised_bytes", _size),
+        ("measured", "peak_bytes", _size),
+        ("split", "split", _count),
+        ("micro-batches", "pieces", _count),
+        ("resampled", "resampled", _count),
+        ("cut", "cut", _count),
+        ("over", "over", _count),
+        ("out of memory", "oom", _count),
     )
     heads = ["epoch", *(head for head, _, _ in columns)]
-    rows = [(f"{record['epoch']:g}", *(write(record, key) for _, key, write in columns)) for record in records]
+    rows = [(f"{record['epoch']:g}", *(write(record.get(key)) for _, key, write in columns)) for record in records]
     note = (
         '<p class="dim">The largest step of each epoch: the limit that the budget leaves for it, its predicted and '
         "its measured peak. Then how many batches were split, into how many micro-batches, how many were resampled or "
@@ -563,23 +560,21 @@ def plan_section(record: Record) -> str:
     for total in totals:
         place = total["place"]
         resident = [item for item in record.get("items") or [] if item.get("place") == place]
-        rows += [(place, item["name"], _write_size(item, "num_bytes")) for item in resident]
+        rows += [(place, item["name"], _size(item.get("num_bytes"))) for item in resident]
         step_bytes = total["promised_bytes"] - sum(item["num_bytes"] for item in resident)
         if step_bytes > 0:
             rows.append((place, "a step", format_size(step_bytes)))
-        rows.append((place, "predicted peak", _write_size(total, "promised_bytes")))
-        rows.append((place, "budget", _write_size(total, "budget_bytes")))
+        rows.append((place, "predicted peak", _size(total.get("promised_bytes"))))
+        rows.append((place, "budget", _size(total.get("budget_bytes"))))
     return f"<h2>Memory plan</h2>{table(('place', 'what', 'bytes'), rows, numbers_from=2)}"
 
 
-def _write_size(record: Record, key: str) -> str:
-    """Bytes under a key, with a unit."""
-    return format_size(record[key]) if is_number(record.get(key)) else ABSENT
+def _size(num_bytes: Any) -> str:
+    return format_size(num_bytes) if is_number(num_bytes) else ABSENT
 
 
-def _write_count(record: Record, key: str) -> str:
-    """The count under a key, with thousands separators."""
-    return f"{record[key]:,}" if is_number(record.get(key)) else ABSENT
+def _count(number: Any) -> str:
+    return f"{number:,}" if is_number(number) else ABSENT
 
 
 def _bytes_chart(records: Sequence[Record]) -> str:
@@ -601,15 +596,12 @@ def _bytes_chart(records: Sequence[Record]) -> str:
 
     largest = max((num_bytes for points in curves.values() for _, num_bytes in points), default=0)
     unit, unit_bytes = next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
-    series = {name: _thin_out_points([(x, v / unit_bytes) for x, v in points]) for name, points in curves.items()}
+    series: dict[str, Points] = {}
+    for name, points in curves.items():
+        # Of consecutive points the largest stays, so that peaks stay visible.
+        visible, _ = thin_out(points, MAX_HOVERS, key=lambda point: point[1])
+        series[name] = [(step, num_bytes / unit_bytes) for step, num_bytes in visible]
     return line_chart(f"Bytes per step, in {unit}", series, over="step", always_shown=0.0, width=2 * WIDTH)
-
-
-def _thin_out_points(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_HOVERS` points. Of consecutive points the largest stays, so that peaks stay visible."""
-    _, per_point = thin_out([v for _, v in points], MAX_HOVERS)
-    stretches = (points[start : start + per_point] for start in range(0, len(points), per_point))
-    return [max(stretch, key=lambda point: point[1]) for stretch in stretches]
 
 
 SIZES = {
@@ -620,23 +612,24 @@ SIZES = {
     "num_seeds": "training seeds",
 }
 """Sizes of the dataset: keys in the record of a run's start, and names on the page."""
-MAIN_SETTINGS = {
-    "sampled": {"fanouts": "fan-outs", "batch_size": "batch size"},
-    "historical": {"num_parts": "parts", "parts_per_batch": "parts per batch"},
-    "full_batch": {"num_shards": "shards"},
+METHOD_SETTINGS = {
+    "kind": "method",
+    "fanouts": "fan-outs",
+    "batch_size": "batch size",
+    "num_parts": "parts",
+    "parts_per_batch": "parts per batch",
+    "num_shards": "shards",
 }
-"""The settings of each method that are among the facts: keys, and names on the page."""
+"""The settings of a method that are among the facts: keys, and names on the page."""
 
 
-def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequence[float]) -> str:
+def facts_section(facts: Record, learning_rates: Sequence[float]) -> str:
     """Dataset, model and training in three cards.
 
-    start: The record of the run's start. {} of an old run: then the settings have some of the facts.
-    config: The settings.
+    facts: The record of the run's start.
     learning_rates: Those of all epochs. They are shown if they are all the same, since no chart shows them
         then.
     """
-    facts = start or _facts_of_settings(config)
     dataset = {"name": facts.get("dataset")} | {label: facts.get(key) for key, label in SIZES.items()}
     layers = Counter(map(str, facts.get("layers") or []))
     model = {
@@ -644,7 +637,11 @@ def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequ
         "layers": ", ".join(f"{count} × {name}" for name, count in layers.items()) or None,
         "parameters": facts.get("num_parameters"),
     }
-    training = _method_facts(facts.get("method"))
+    method = _mapping(facts.get("method"))
+    training: dict[str, Any] = {}
+    for key, label in METHOD_SETTINGS.items():
+        value = method.get(key)
+        training[label] = ", ".join(map(str, value)) if isinstance(value, list) else value
     if len(set(learning_rates)) == 1:
         training["learning rate"] = f"{learning_rates[0]:g}"
     training |= {"device": facts.get("device"), "ranks": facts.get("num_ranks")}
@@ -653,45 +650,15 @@ def facts_section(start: Record, config: Mapping[str, Any], learning_rates: Sequ
 
 
 def _card(title: str, facts: Mapping[str, Any]) -> str:
-    """Facts as a list of names and values. "" if no value is known."""
     terms = [f"<dt>{name}</dt><dd>{escape(amount(value))}</dd>" for name, value in facts.items() if value is not None]
     return f'<div class="card"><h3>{title}</h3><dl>{"".join(terms)}</dl></div>' if terms else ""
 
 
-def _method_facts(method: Any) -> dict[str, Any]:
-    """The method's name and its `MAIN_SETTINGS`. method: its settings, with "kind"."""
-    if not isinstance(method, Mapping):
-        return {}
-    kind = str(method.get("kind"))
-    facts: dict[str, Any] = {"method": kind}
-    # The name is FullBatch in a run of a Trainer in Python, and full_batch in one of `hopline train`.
-    by_class = {name.replace("_", ""): labels for name, labels in MAIN_SETTINGS.items()}
-    for key, label in by_class.get(kind.replace("_", "").lower(), {}).items():
-        value = method.get(key)
-        facts[label] = ", ".join(map(str, value)) if isinstance(value, list) else value
-    return facts
-
-
-def _facts_of_settings(config: Mapping[str, Any]) -> Record:
-    """The facts that settings tell, under the keys of the record of a run's start."""
-    model = config.get("model")
-    if isinstance(model, Mapping):
-        model_name = model.get("name")
-    else:  # the repr of a module
-        model_name = str(model).partition("(")[0] if model else None
-    train = config.get("train")  # only a Trainer in Python stores this key
-    has_train = isinstance(train, Mapping)
-    return {
-        "dataset": PurePath(str(config["data"])).name if config.get("data") else None,
-        "model": model_name,
-        "method": config.get("method"),
-        "device": train.get("device") if has_train else config.get("device"),
-    }
-
-
 def settings_section(config: Mapping[str, Any], keys: Sequence[str]) -> str:
     """Tables of the changed settings, whose keys are given, and, folded, of the others."""
-    changed, others = split_settings(config, keys)
+    settings = dict(flatten(config))
+    changed = {key: value for key, value in settings.items() if key in keys}
+    others = {key: value for key, value in settings.items() if key not in keys}
 
     def rows(settings: Mapping[str, Any]) -> str:
         return table(("key", "value"), settings.items(), kind="keys")
@@ -727,7 +694,6 @@ def time_by_part(elapsed_s: float, epochs: Sequence[Record], evaluations: Sequen
 
 
 def _sum(records: Sequence[Record], key: str) -> float:
-    """The sum of the numbers under a key."""
     return sum(record[key] for record in records if is_number(record.get(key)))
 
 
@@ -765,14 +731,6 @@ def _evaluation_table(stages: Sequence[Record]) -> str:
     return fold("Stages of evaluation", table(heads, rows, numbers_from=1))
 
 
-def stages_of(epoch: Record) -> dict[str, float]:
-    """Seconds of each stage in an epoch, without waiting.
-
-    Old runs have only spans, which include waiting.
-    """
-    return numbers(epoch.get("work")) or numbers(epoch.get("stages"))
-
-
 def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
     """The bottleneck and what to change, the stages by epoch, and the gain of their overlap.
 
@@ -780,22 +738,21 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
     epochs: Records of all epochs.
     """
     shares = numbers(pipeline.get("shares"))
-    work = [stages_of(epoch) for epoch in epochs]
+    work = [numbers(epoch.get("work")) for epoch in epochs]
     timed = dict.fromkeys(name for stages in work for name in stages)
     # Shares are in the order in which a batch goes through the stages. Stages without a share follow.
     names = [name for name in shares if name in timed] + [name for name in timed if name not in shares]
     if not names:
         return ""
     unit = unit_of([statistics.median(sum(stages.values()) for stages in work)])
-    has_work = any(numbers(epoch.get("work")) for epoch in epochs)
     parts = ["<h2>Pipeline</h2>"]
     if pipeline.get("sentence"):
         parts.append(f'<p class="notice">{escape(str(pipeline["sentence"]))}</p>')
-    parts.append(f'<p class="dim">{_pipeline_note(pipeline, has_work)}</p>')
+    parts.append(f'<p class="dim">{_pipeline_note(pipeline)}</p>')
     has_several = len(epochs) > 1
     if has_several:  # one epoch needs no chart besides the table
         bars = [(epoch["epoch"], stages) for epoch, stages in zip(epochs, work, strict=True)]
-        parts.append(bar_chart("Work by stage" if has_work else "Time by stage", names, bars, unit))
+        parts.append(bar_chart("Work by stage", names, bars, unit))
 
     heads = ["stage"]
     if has_several:
@@ -832,9 +789,9 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
     return "".join([*parts, table(heads, rows, numbers_from=1, sums=sums)])
 
 
-def _pipeline_note(pipeline: Record, has_work: bool) -> str:
-    """What the times below mean. has_work: whether they leave waiting out."""
-    sentences = ["Work of each stage per epoch, without waiting." if has_work else "Time in each stage per epoch."]
+def _pipeline_note(pipeline: Record) -> str:
+    """What the times below mean."""
+    sentences = ["Work of each stage per epoch, without waiting."]
     if pipeline.get("shares"):
         workers = pipeline.get("workers")
         if workers:
@@ -843,6 +800,4 @@ def _pipeline_note(pipeline: Record, has_work: bool) -> str:
             sentences.append("No prefetch: the thread that trains also prepares the batches.")
         num_batches = pipeline["num_batches"]
         sentences.append(f"{num_batches:,} {plural(num_batches, 'batch')} per epoch.")
-        if not has_work:
-            sentences.append("Times include waiting for a core, shares do not.")
     return " ".join(sentences)

@@ -1,31 +1,22 @@
 """The settings of a run in its config.json, and which of them differ from their defaults.
 
 `changed_keys` finds their keys when the run begins, and config.json stores the keys. The report page of the
-run (`report.page`) reads that file, and `split_settings` sorts its settings into changed ones and others.
+run (`report.page`) reads that file.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hopline.util.config import defaults_of, to_dict
 from hopline.util.files import check_file
 
 FORMAT = 3
 """The number of the format of config.json. Other numbers are refused."""
-
-
-class Settings(NamedTuple):
-    """The settings of a run by key, such as "method.fanouts"."""
-
-    changed: dict[str, Any]
-    """Settings that differ from their defaults."""
-    others: dict[str, Any]
-    """Settings with their default values."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -82,19 +73,6 @@ def changed_keys(settings: Any) -> list[str]:
             changed.append(f"{name}.kind")
         changed += [f"{name}.{key}" for key in changed_keys(value)]
     return changed
-
-
-def split_settings(config: Mapping[str, Any], changed: Iterable[str]) -> Settings:
-    """Split the settings of a run, as config.json has them, into changed ones and others.
-
-    changed: keys of the changed ones.
-    """
-    settings = dict(flatten(config))
-    keys = set(changed)
-    return Settings(
-        changed={key: value for key, value in settings.items() if key in keys},
-        others={key: value for key, value in settings.items() if key not in keys},
-    )
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

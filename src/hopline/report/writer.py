@@ -185,7 +185,6 @@ class Report:
         return self._earlier_s + time.perf_counter() - self._start_s
 
     def _append(self, name: str, line: str) -> None:
-        """Append a line to a file of the folder."""
         # Opened for each line: a run that is killed leaves whole lines, and no file stays open.
         with self._lock, open(self.folder / name, "a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(line + "\n")
@@ -313,15 +312,10 @@ def chrome_trace(spans: Sequence[Span], start_s: float) -> dict[str, Any]:
     return {"traceEvents": names + events, "displayTimeUnit": "ms"}
 
 
-def render_html(folder: Path) -> str:
-    """Return the page of a run, made from the files in its folder alone."""
-    return report_html.render(Path(folder))
-
-
 def write_html(folder: Path) -> Path:
     """Write the page of a run into its folder, and return its path."""
-    path = Path(folder) / "report.html"
-    write_text(path, render_html(folder))
+    path = folder / "report.html"
+    write_text(path, report_html.render(folder))
     return path
 
 

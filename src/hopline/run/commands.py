@@ -105,6 +105,8 @@ def _convert(source: str, folder: Path, config: ConvertConfig) -> None:
         node_options["split_shares"] = config.split
     if config.num_nodes is not None:
         node_options["num_nodes"] = config.num_nodes
+    if config.task is not None:
+        node_options["task"] = config.task
 
     if suffix in (*EDGE_LISTS, ".npy"):
         ids = "map" if config.ids == "map" else "number"
@@ -119,6 +121,8 @@ def _convert(source: str, folder: Path, config: ConvertConfig) -> None:
     else:
         if config.num_nodes is not None:
             raise ValueError(f"num_nodes= cannot be changed in {source}: leave it out")
+        if config.task is not None:
+            changed_options["task"] = config.task
         data = open_dataset(source, **changed_options)
         if config.split is not None:
             data = random_split(data, config.split)

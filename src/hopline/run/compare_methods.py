@@ -29,7 +29,6 @@ from hopline.budget.memory_plan import RunOutline
 from hopline.budget.plan import PLACES, Budget, Plan
 from hopline.budget.probe import job_of
 from hopline.contract import Job, Method, Work
-from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
@@ -41,6 +40,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.plan_within import alternatives, learn, plan_or_raise, settings_to_type
 from hopline.methods.sampled.settings import Sampled
 from hopline.tables import TensorTable
+from hopline.tasks.settings import TaskSettings
 from hopline.training.settings import TrainSettings
 from hopline.units.job import make_job
 from hopline.units.own_threads import own_threads
@@ -61,11 +61,15 @@ REASON = "the fastest steps of those that fit; which method is more accurate is 
 
 
 def outline_of_run(
-    model: nn.Module, data: Dataset, settings: TrainSettings, placement: Placement | None = None
+    model: nn.Module,
+    data: Dataset,
+    settings: TrainSettings,
+    placement: Placement | None = None,
+    task: TaskSettings | None = None,
 ) -> RunOutline:
-    """Return the outline from which a run with the usual loss is planned."""
+    """Return the outline from which a run without `train_step=` is planned."""
     device = find_device(settings.device)
-    job = make_job(model, data, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
+    job = make_job(model, data, task=task, seed=settings.seed, device=device, bf16=settings.precision == "bf16")
     return RunOutline(
         job=job,
         optimizer=settings.optimizer,
@@ -263,7 +267,7 @@ def first_nodes(data: Dataset, num_nodes: int) -> Dataset:
     ids = torch.arange(num_nodes)
     return replace(
         data,
-        graph=Graph(indptr, indices, edge_arrays),
+        graph=graph.with_arrays(indptr, indices, edge_arrays),
         tables={name: TensorTable(table.read(ids)) for name, table in data.tables.items()},
         y=None if data.y is None else data.y[:num_nodes],
         splits={name: nodes[nodes < num_nodes] for name, nodes in data.splits.items()},

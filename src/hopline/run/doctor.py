@@ -20,21 +20,18 @@ from hopline.util.host import host_memory
 
 # ---- packages, by their names on PyPI
 
-PACKAGES = (
-    "hopline",
-    "torch",
-    "torch-geometric",
-    "numba",
-    "numpy",
-    "pymetis",
-    "pyarrow",
-    "scipy",
-    "triton",
-)
-"""Packages whose version is shown."""
-OPTIONAL_PACKAGES = {"pyarrow", "scipy", "triton", "hopline", "pymetis"}
-"""Packages that may be missing. "hopline" is one of them: imported from a source tree on Python's path, it
-is not installed and has no version."""
+PACKAGES = {
+    "hopline": False,  # imported from a source tree on Python's path, it is not installed and has no version
+    "torch": True,
+    "torch-geometric": True,
+    "numba": True,
+    "numpy": True,
+    "pymetis": False,
+    "pyarrow": False,
+    "scipy": False,
+    "triton": False,
+}
+"""Packages whose version is shown, and whether hopline needs them to be installed."""
 
 
 class Finding(NamedTuple):
@@ -54,8 +51,8 @@ class Finding(NamedTuple):
 def examine() -> Iterator[Finding]:
     """Run all checks, one after the other."""
     yield Finding("python", platform.python_version(), True)
-    for package in PACKAGES:
-        yield _check_package(package)
+    for package, is_needed in PACKAGES.items():
+        yield _check_package(package, is_needed)
     yield Finding("cores", f"{os.cpu_count()} ({torch.get_num_threads()} used by torch)", True)
     memory = host_memory()
     limited = " (the limit of this container)" if memory.is_container else ""
@@ -69,14 +66,13 @@ def examine() -> Iterator[Finding]:
             yield Finding(name, f"{type(error).__name__}: {error}", False)
 
 
-def _check_package(package: str) -> Finding:
+def _check_package(package: str, is_needed: bool) -> Finding:
     """The version of a package. For a missing one: "optional", or the command that installs it."""
     try:
         return Finding(package, importlib.metadata.version(package), True)
     except importlib.metadata.PackageNotFoundError:
-        if package in OPTIONAL_PACKAGES:
-            return Finding(package, "not installed (optional)", True)
-        return Finding(package, f"not installed: pip install {package}", False)
+        advice = f"not installed: pip install {package}" if is_needed else "not installed (optional)"
+        return Finding(package, advice, not is_needed)
 
 
 def _check_kernels() -> str:

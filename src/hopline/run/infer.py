@@ -30,7 +30,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hopline import inference as infer
 from hopline.data.dataset import Dataset
 from hopline.data.formats.csv_parquet import columns_of as columns_of_file
 from hopline.data.formats.csv_parquet import read_file
@@ -44,13 +43,14 @@ from hopline.inference import distributed as shard_infer
 from hopline.inference import over_shards as shard_by_shard
 from hopline.inference.over_shards import AllShards
 from hopline.methods.sampled.settings import Sampled
-from hopline.run.saved import CHUNK_NODES, SavedRun, bare_values, columns_of, load, user_ids
+from hopline.run.saved import CHUNK_NODES, SavedRun, bare_values, load, user_ids
 from hopline.run.settings import EvaluateConfig, InferConfig, RunConfig, load_trusted
 from hopline.run.train import launch_settings_of, open_data
 from hopline.shards.all_shards import join_shards
 from hopline.shards.data import ShardedData, open_sharded
 from hopline.shards.shard import is_shards
 from hopline.tables import TensorTable
+from hopline.tasks.labels import is_labelled
 from hopline.util.files import replacing
 from hopline.util.log import logger, print_messages
 
@@ -113,6 +113,7 @@ def predict_rank(world: World, folder: str, config: InferConfig) -> dict[str, An
     """
     with print_messages(world.rank == 0):
         run = load(folder, weights=config.weights, device=world.device, trust=config.trust)
+        run.check_write(config.write)
         settings = run.settings_for(config.data)
         if config.nodes not in SPLITS and isinstance(settings.split, tuple):
             # The run drew its split among labelled nodes. These nodes need no split, and the graph of data= may
@@ -228,7 +229,8 @@ def _chunks(run: SavedRun, data: Dataset, ids: Tensor, config: InferConfig, worl
     else:
         if config.hops is not None:
             options["hops"] = config.hops
-        values = run.chunks(data, ids, write=config.write, inference=config.inference, show=True, **options)
+        write = run.check_write(config.write)
+        values = run.chunks(data, ids, write=write, inference=config.inference, show=True, **options)
     for chunk_ids, rows in values:
         yield Chunk(chunk_ids, user_ids(data, chunk_ids), rows)
 
@@ -316,18 +318,17 @@ class _ScoresForMetric:
         for chunk in chunks:
             if self.labels is not None:
                 labels = self.labels[chunk.ids]
-                is_labelled = labels >= 0 if labels.dim() == 1 else torch.ones(len(labels), dtype=torch.bool)
-                self.ids.append(chunk.ids[is_labelled])
-                self.scores.append(chunk.values[is_labelled])
+                has_label = is_labelled(labels)
+                self.ids.append(chunk.ids[has_label])
+                self.scores.append(chunk.values[has_label])
             yield chunk
 
     def measure(self) -> dict[str, float] | None:
         """The metric, by name. None without labels."""
         if self.labels is None or not any(len(ids) for ids in self.ids):
             return None
-        outline = self.run.inputs
         labels = self.labels[torch.cat(self.ids)]
-        return infer.measure(outline, torch.cat(self.scores), labels)
+        return self.run.task.measure(torch.cat(self.scores), labels)
 
 
 # ---- files
@@ -339,7 +340,7 @@ def _write_csv(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: Infer
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
         writer = csv.writer(text)
         for chunk in chunks:
-            columns = columns_of(run.inputs, chunk.names, chunk.values, config.write)
+            columns = run.columns(chunk.names, chunk.values, run.check_write(config.write))
             if not names:
                 names = list(columns)
                 writer.writerow(names)
@@ -359,7 +360,7 @@ def _write_parquet(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: I
         file = stack.enter_context(replacing(path))
         writer = None
         for chunk in chunks:
-            table = arrow.table(columns_of(run.inputs, chunk.names, chunk.values, config.write))
+            table = arrow.table(run.columns(chunk.names, chunk.values, run.check_write(config.write)))
             if writer is None:
                 writer = stack.enter_context(parquet.ParquetWriter(file, table.schema))
                 names = table.column_names
@@ -370,12 +371,12 @@ def _write_parquet(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: I
 def _write_npy(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: InferConfig, num_rows: int) -> list[str]:
     """Write the values alone, as one array."""
     first = next(chunks)
-    example = bare_values(run.inputs, first.values, config.write)
+    example = bare_values(run.task, first.values, run.check_write(config.write))
     header = {"descr": example.dtype.str, "fortran_order": False, "shape": (num_rows, *example.shape[1:])}
     with replacing(path) as file:
         np.lib.format.write_array_header_1_0(file, header)
         for chunk in itertools.chain([first], chunks):
-            file.write(bare_values(run.inputs, chunk.values, config.write).data)
+            file.write(bare_values(run.task, chunk.values, run.check_write(config.write)).data)
     return []
 
 

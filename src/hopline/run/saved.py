@@ -11,9 +11,10 @@ function, which gets the training data again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -36,12 +37,13 @@ from hopline.run.settings import RunConfig, is_run_of_trainer, load_trusted
 from hopline.run.train import load_weights, open_data
 from hopline.shards.shard import is_shards
 from hopline.tables import TensorTable
+from hopline.tasks.labels import is_labelled
+from hopline.tasks.task import Task, Write
 from hopline.training.evaluation import hops_by_fanouts
 from hopline.util.log import logger
 
 CHUNK_NODES = 1 << 18
 """Nodes whose rows are computed into columns at a time."""
-Write = Literal["classes", "probabilities", "scores", "embeddings"]
 
 
 def load(
@@ -165,7 +167,7 @@ class SavedRun:
         data: Dataset | str | None = None,
         nodes: NodeIds | str = "all",
         *,
-        write: Write = "classes",
+        write: Write | None = None,
         inference: Literal["exact", "sampled"] = "exact",
         show: bool = False,
         **options: Any,
@@ -177,8 +179,8 @@ class SavedRun:
         Args:
             data: A dataset, or the name or folder of one. Default: the run's own.
             nodes: "all", the name of a split, node numbers in a tensor, an array or a list, or a bool mask.
-            write: "classes" with their probabilities, "probabilities" or "scores" of all classes, or "embeddings",
-                the rows of the last hidden layer.
+            write: "classes" with their probabilities, "probabilities" or "scores" of all classes, "values" of a
+                regression, or "embeddings", the rows of the last hidden layer. Default: classes, or values.
             inference: "exact" over every edge, or "sampled" with the run's fan-outs.
             show: Show progress.
             options: chunk_bytes=, folder= and hops= of `hl.infer.exact`.
@@ -189,12 +191,11 @@ class SavedRun:
         Raises:
             ValueError: The dataset does not fit the run, or there are no such nodes.
         """
-        if write not in get_args(Write):
-            raise ValueError(f"write must be one of {', '.join(get_args(Write))}, not {write!r}")
+        write = self.check_write(write)
         fitted = self.fit(data)
         ids = select_nodes(fitted, nodes)
         chunks = self.chunks(fitted, ids, write=write, inference=inference, show=show, **options)
-        parts = [columns_of(self.inputs, user_ids(fitted, chunk_ids), values, write) for chunk_ids, values in chunks]
+        parts = [self.columns(user_ids(fitted, chunk_ids), values, write) for chunk_ids, values in chunks]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def evaluate(
@@ -215,13 +216,28 @@ class SavedRun:
         """
         fitted = self.fit(data, labels=True)
         ids = select_nodes(fitted, split)
-        is_labelled = torch.ones_like(ids, dtype=torch.bool) if self.inputs.task == "multi" else fitted.labels[ids] >= 0
-        ids = ids[is_labelled]
+        ids = ids[is_labelled(fitted.labels[ids])]
         if not ids.numel():
             raise ValueError(f"no node of {split!r} of {fitted.name!r} has a label: choose another split, such as all")
         chunks = self.chunks(fitted, ids, write="scores", inference=inference, show=show, **options)
         scores = torch.cat([values for _, values in chunks])
-        return infer.measure(fitted, scores, fitted.labels[ids])
+        return self.task.measure(scores, fitted.labels[ids])
+
+    @cached_property
+    def task(self) -> Task:
+        """What the model learnt. Of a task of the user's: the default one of the labels."""
+        return self.inputs.make_task()
+
+    def check_write(self, write: Write | None) -> Write:
+        """What is to be written, with its default. Raises a ValueError for what the task has not."""
+        allowed = (*self.task.writes, "embeddings")
+        if write is not None and write not in allowed:
+            raise ValueError(f"write must be one of {', '.join(allowed)} for a run of this task, not {write!r}")
+        return write or allowed[0]
+
+    def columns(self, ids: np.ndarray, values: Tensor, write: Write) -> dict[str, np.ndarray]:
+        """The values of some nodes as columns. ids: [n]: the user's own. values: [n, width], as of `chunks`."""
+        return columns_of(self.task, self.inputs.classes, ids, values, write)
 
     def fit(self, data: Dataset | str | None = None, *, labels: bool = False) -> Dataset:
         """A dataset in the form of the training data. labels: whether its labels are needed."""
@@ -340,57 +356,24 @@ class SavedRun:
 # ---- scores as columns
 
 
-def columns_of(inputs: Inputs, ids: np.ndarray, values: Tensor, write: Write) -> dict[str, np.ndarray]:
+def columns_of(
+    task: Task, classes: Sequence[str] | None, ids: np.ndarray, values: Tensor, write: Write
+) -> dict[str, np.ndarray]:
     """The values of some nodes as columns in the user's own names.
 
-    ids: [n]: the user's own, which become the first column. values: [n, num_outputs] scores, or embeddings.
+    classes: names of the classes. ids: [n]: the user's own, which become the first column. values: [n, num_outputs]
+    scores, or embeddings.
     """
-    columns = {"id": ids}
-    rows = bare_values(inputs, values, write)
-    names = inputs.classes or [str(number) for number in range(inputs.num_classes)]
     if write == "embeddings":
-        heads = [f"embedding_{i}" for i in range(rows.shape[1])]
-    elif write == "probabilities":
-        heads = [f"probability {name}" for name in names]
-    elif write == "scores":
-        heads = ["score"] if rows.shape[1] == 1 and inputs.num_classes != 1 else [f"score {name}" for name in names]
-    elif inputs.task == "multi":
-        heads = names
-        rows = rows.astype(bool)
+        columns = {f"embedding_{i}": values[:, i].float() for i in range(values.shape[1])}
     else:
-        probabilities = bare_values(inputs, values, "probabilities")
-        columns["class"] = rows if inputs.classes is None else np.array(inputs.classes)[rows]
-        columns["probability"] = np.take_along_axis(probabilities, rows[:, None].astype(np.int64), axis=1)[:, 0]
-        return columns
-    return columns | {head: np.ascontiguousarray(rows[:, i]) for i, head in enumerate(heads)}
+        columns = task.columns(values, write, classes)
+    return {"id": ids} | {name: np.ascontiguousarray(column) for name, column in columns.items()}
 
 
-def bare_values(inputs: Inputs, values: Tensor, write: Write) -> np.ndarray:
-    """The values of some nodes without their ids.
-
-    Classes are [n] int64, the number of the largest score. With several labels per node they are [n, C] uint8,
-    and with a single output [n] uint8: 1 for a score above 0. All else is [n, ...] float32.
-
-    values: [n, num_outputs] scores, or [n, width] embeddings.
-    """
-    rows = values.float()
-    is_single_score = inputs.task != "multi" and rows.size(1) == 1  # of the second of two classes
-    if write == "classes":
-        if inputs.task == "multi":
-            chosen = (rows > 0).to(torch.uint8)
-        elif is_single_score:
-            chosen = (rows > 0).view(-1).to(torch.uint8)
-        else:
-            chosen = rows.argmax(dim=1)
-        return chosen.contiguous().numpy()
-    if write == "probabilities":
-        if inputs.task == "multi":
-            rows = rows.sigmoid()
-        elif is_single_score:
-            second = rows.sigmoid()
-            rows = torch.cat([1 - second, second], dim=1)
-        else:
-            rows = rows.softmax(dim=1)
+def bare_values(task: Task, values: Tensor, write: Write) -> np.ndarray:
+    """The values of some nodes without their ids. values: as of `columns_of`."""
+    rows = values.float() if write == "embeddings" else task.predict(values, write)
     return rows.contiguous().numpy()
 
 

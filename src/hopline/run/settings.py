@@ -26,6 +26,8 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
 from hopline.report.settings import read_config
 from hopline.run.model_settings import ModelSpec
+from hopline.tasks.kinds import LabelKind
+from hopline.tasks.settings import Classification, Regression
 from hopline.training.settings import TrainSettings
 from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings, to_dict
 from hopline.util.files import check_file
@@ -67,6 +69,9 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Edge weights, features and types: `given`, so that every conv that takes some is given them, or `none`."""
     model: ModelSpec = ModelSpec()
     """The model."""
+    task: Classification | Regression | None = None
+    """What is learnt, with its loss and metric. Default: by the labels. task=regression also takes whole numbers of
+    a file for numbers to predict."""
     method: Sampled | Historical | FullBatch | Auto | Method = Sampled()
     """Training method. `auto` times a few steps of each and takes the fastest that fits. Your own class is
     package.module:Class or file.py:Class, and --keys method=package.module:Class lists its settings."""
@@ -100,7 +105,13 @@ class RunConfig(TrainSettings, LaunchSettings):
     @property
     def conversion(self) -> dict[str, Any]:
         """Options of the dataset's conversion that the user has set, as keywords of `open_dataset`."""
-        return {} if self.symmetrize is None else {"symmetrize": self.symmetrize}
+        options: dict[str, Any] = {}
+        if self.symmetrize is not None:
+            options["symmetrize"] = self.symmetrize
+        # Labels that are stored have their kind. Those of an .npz file are read now.
+        if isinstance(self.task, Regression) and Path(self.data).suffix == ".npz":
+            options["task"] = "regression"
+        return options
 
 
 @settings
@@ -120,9 +131,10 @@ class InferConfig(LaunchSettings):
 
     nodes: str = "all"
     """Nodes to predict: all, train, valid, test, or a file of ids (.csv, .txt, .parquet or .npy)."""
-    write: Literal["classes", "probabilities", "scores", "embeddings"] = "classes"
+    write: Literal["classes", "probabilities", "scores", "values", "embeddings"] | None = None
     """Values to write: the class with its probability (true or false per label for several labels), the
-    probabilities or raw scores of all classes, or the rows of the last hidden layer."""
+    probabilities or raw scores of all classes, the values of a regression in the units of the labels, or the rows of
+    the last hidden layer. Default: classes, or values of a regression."""
     inference: Literal["exact", "sampled"] = "exact"
     """Edges to use: all of them (exact), or sampled ones with the run's fan-outs."""
     weights: Literal["best", "last"] | Path = "best"
@@ -196,6 +208,9 @@ class ConvertConfig(EdgeOptions):
     graph partitioned by DGL: an .npy or .pt file of the node ids that return_mapping=True returned."""
     num_nodes: int | None = None
     """Number of nodes. Default: as the files tell."""
+    task: LabelKind | None = None
+    """Kind of labels: one class per node (single), several labels (multi), a yes or no (binary) or numbers to predict
+    (regression). Default: whole numbers are classes, other numbers a regression."""
     split: tuple[float, float, float] | None = None
     """Shares of train, valid and test nodes, such as 0.6,0.2,0.2, drawn among the labelled nodes and
     stored. Default: the split of the source."""

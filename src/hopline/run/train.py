@@ -108,6 +108,7 @@ def train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
                 out=folder,
                 config=config,
                 world=world,
+                task=config.task,
                 placement=config.placement,
                 budget=config.budget,
                 **train_settings,
@@ -153,7 +154,7 @@ def _resolve_auto_method(config: RunConfig, model: nn.Module, data: Dataset, fol
         is_resumed = config.resume and (folder / checkpoint.FILE).exists()
         method = load_config(folder).method if is_resumed else config.method
         if isinstance(method, Auto):
-            outline = outline_of_run(model.to(world.device), data, config, config.placement)
+            outline = outline_of_run(model.to(world.device), data, config, config.placement, config.task)
             method, reason = choose(outline, config.budget or Budget())
             logger.info(reason)
         resolved = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
@@ -166,7 +167,7 @@ def plan(config: RunConfig) -> list[Candidate]:
     torch.manual_seed(config.seed)
     model = make_model(config.model, data).to(find_device(config.device))
     method = None if isinstance(config.method, Auto) else _for_model(config, model, data).method
-    outline = outline_of_run(model, data, config, config.placement)
+    outline = outline_of_run(model, data, config, config.placement, config.task)
     return compare(method, outline, config.budget or Budget())
 
 

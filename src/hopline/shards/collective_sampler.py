@@ -28,7 +28,6 @@ from hopline.core.graph import Graph, PartialGraph
 from hopline.core.sampler import HopKey, hop_keys
 from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.nn.gcn_norm import weights_of
-from hopline.ops.cpu.sampling import sample_children
 from hopline.shards.shard import Shard, check_fits, node_ranges
 from hopline.tables import SparseTable, Table
 from hopline.util.config import check_fanouts
@@ -167,27 +166,21 @@ class CollectiveSampler:
         """
         shard = self.shard
         rows = request.rows
-        if fanout < 0:
-            starts, edges = ops.row_entries(shard.indptr, rows)
-            counts = starts.diff()
-            edge_numbers = ops.gather_rows(shard.edge_numbers, edges).long()
-        else:
-            # Draws are keyed by the node's id, which does not depend on the partition. Edge numbers stand where
-            # `sample_children` expects source ids, so the "children" are edge numbers.
-            nodes = ops.gather_rows(shard.nodes, rows)
-            if hop_key.loops_apart:
-                nodes = ops.draw_ids(nodes, ops.gather_rows(self.has_loop, rows))
-            key = int(hop_key.key)
-            children = sample_children(shard.indptr, shard.edge_numbers, rows, nodes, fanout, key, self.replace)
-            counts = children.counts.long()
-            is_drawn = torch.arange(fanout) < counts[:, None]
-            edge_numbers = children.ids[is_drawn].long()
+        # Draws are keyed by the node's id, which does not depend on the partition.
+        nodes = ops.gather_rows(shard.nodes, rows)
+        if hop_key.loops_apart:
+            nodes = ops.draw_ids(nodes, ops.gather_rows(self.has_loop, rows))
+        # Edge numbers stand where a graph has the sources of its edges, so the "neighbours" are edge numbers.
+        drawn = ops.sample_neighbors(
+            shard.indptr, shard.edge_numbers, rows, fanout, hop_key.key, self.replace, draw_ids=nodes
+        )
+        edge_numbers = drawn.ids.long()
 
         answers = [shard.sources(edge_numbers)]
         if self.edge_ids:
             answers.append(ops.gather_rows(shard.edge_ids, edge_numbers))
         answers += [ops.gather_rows(array, edge_numbers) for array in shard.edge.values()]
-        indptr, received = request.reply_lists(counts, answers)
+        indptr, received = request.reply_lists(drawn.indptr.diff(), answers)
 
         sources, *edge_arrays = received
         edge_ids = edge_arrays.pop(0) if self.edge_ids else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from hopline.core.graph import Graph
@@ -17,6 +18,7 @@ from hopline.distributed.all_to_all import Channel, rank_and_size
 from hopline.distributed.world import World
 from hopline.shards.shard import Shard, check_fits, open_shard
 from hopline.tables import Table
+from hopline.tasks.settings import LabelFacts
 
 
 class ShardedData(Dataset):
@@ -73,6 +75,21 @@ class ShardedData(Dataset):
     def x(self) -> Table:
         """Refused: features are in the shards."""
         raise refuse_change(self)
+
+    def label_facts(self, ids: Tensor) -> LabelFacts:
+        """What a task is told about the labels of these nodes. Collective if the task adds numbers over the ranks."""
+        shard = self.shard
+        own_ids = ids[torch.isin(ids, shard.nodes)]
+        y = None if shard.y is None else shard.y[shard.rows_of(own_ids)]
+        return LabelFacts(kind=self.task, num_classes=self.num_classes, train=y, total=self._sum_over_ranks)
+
+    def _sum_over_ranks(self, numbers: Tensor) -> Tensor:
+        """The sum over all ranks of numbers that each has of its own nodes. Collective."""
+        world = self.channel.world
+        if world is None:
+            return numbers
+        summed = world.sum(numbers.reshape(-1).tolist())
+        return torch.tensor(summed, dtype=numbers.dtype).reshape(numbers.shape)
 
     @property
     def edge_arrays(self) -> Mapping[str, Tensor]:

@@ -29,14 +29,16 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.batch import Part
-from hopline.data.dataset import METRICS
-from hopline.data.manifest import Manifest, Task, read_manifest
+from hopline.data.manifest import Manifest, read_manifest
 from hopline.data.paths import existing
 from hopline.data.store import SHARDS, map_arrays, splits_of, tables_of
 from hopline.distributed.agreement import Fact, check_same
 from hopline.distributed.all_to_all import Channel
 from hopline.shards.layout import ShardLayout
 from hopline.tables import Table
+from hopline.tasks.kinds import LabelKind
+from hopline.tasks.labels import LABELS
+from hopline.tasks.settings import METRICS_OF
 
 VERSION = 1
 """Version of the format of shards. Those of another version are refused."""
@@ -117,7 +119,7 @@ class Shard:
     """By name ("train", "valid", "test"): [n] int64, ascending ids of own nodes in the current split."""
     all_splits: tuple[dict[str, Tensor], ...] = ()
     """One dictionary like `splits` for every published split."""
-    task: Task = "single"
+    task: LabelKind = "single"
     """The kind of labels."""
     num_classes: int = 0
     """Number of classes, or of labels in the multi-label task."""
@@ -158,12 +160,12 @@ class Shard:
     @property
     def num_outputs(self) -> int:
         """The number of values that a model predicts per node."""
-        return 1 if self.task == "binary" else self.num_classes
+        return LABELS[self.task].num_outputs(self.num_classes)
 
     @property
     def metric(self) -> str:
         """The metric that goes with the task."""
-        return METRICS[self.task]
+        return METRICS_OF[self.task][0]
 
     @property
     def labels(self) -> Tensor:

@@ -217,7 +217,6 @@ class LocalTransport(Transport):
         self.count(kind, [t[: self.layout.num_read(k)] for t in part])
 
     def _count_all(self, rows: Tensor, kind: str) -> None:
-        """Count the rows of all parts that edges read."""
         for k in range(self.layout.num_shards):
             self.count_read(k, kind, [rows[slice(*self.layout.own_range(k))]])
 
@@ -248,16 +247,11 @@ class P2PTransport(Transport):
 
     With gloo, tensors on a GPU go through host memory. With NCCL they go directly.
 
-    group: the process group. Default: the world's, or without a world torch's default group.
-    world: the ranks. An error then names the rank that stopped.
+    world: the ranks. An error then names the rank that stopped. Default: those of torch's default group.
     """
 
-    own_group: Any = None
-    """The process group that the caller chose; None: see `group`."""
-
-    def __init__(self, layout: ShardLayout, group: Any = None, world: World | None = None) -> None:
+    def __init__(self, layout: ShardLayout, world: World | None = None) -> None:
         super().__init__(layout)
-        self.own_group = group
         self.world = world
         size = dist.get_world_size(self.group)
         rank = dist.get_rank(self.group)
@@ -272,9 +266,7 @@ class P2PTransport(Transport):
     @property
     def group(self) -> Any:
         """The process group of the messages. None is torch's default group."""
-        if self.own_group is None and self.world is not None:
-            return self.world.group
-        return self.own_group
+        return None if self.world is None else self.world.group
 
     def fetch(
         self, rows: Sequence[Tensor], kind: str, depth: int, deferred: DeferredCalls | None = None
@@ -366,7 +358,6 @@ class P2PTransport(Transport):
         return nullcontext() if self.world is None else self.world.collective_call()
 
     def _to_message_device(self, rows: Tensor) -> Tensor:
-        """Rows where the process group can send them from."""
         return rows.cpu() if self.on_host else rows
 
     def _all_to_all(self, sent: list[Tensor], counts: list[int], kind: str, backwards: bool = False) -> Tensor:

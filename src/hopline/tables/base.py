@@ -19,15 +19,9 @@ class Tiers(NamedTuple):
     """The memory in which a kernel finds rows: hot[hot_slot[id]] if that is a slot, else cold[id]."""
 
     hot: Tensor
-    """[num_hot, ...] in memory that is fast for the kernel.
-
-    If `hot_slot` is None, it holds all rows, by id.
-    """
+    """[num_hot, ...] in memory that is fast for the kernel. If `hot_slot` is None, it holds all rows, by id."""
     cold: Tensor | None
-    """[num_rows, ...] in slower memory that the kernel can read, such as pinned host memory.
-
-    None: no such memory.
-    """
+    """[num_rows, ...] in slower memory that the kernel can read, such as pinned host memory. None: no such memory."""
     hot_slot: Tensor | None
     """[num_rows] int32: the slot of each row in `hot`, -1 for a cold row. None if all rows are hot.
 
@@ -80,10 +74,7 @@ class Table(ABC):
         return f"{type(self).__name__}({list(self.shape)} {str(self.dtype).removeprefix('torch.')})"
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
-        """Replace the rows of `ids` [n] int64 by `rows` [n, *row_shape].
-
-        Default: refuse with a `TypeError`.
-        """
+        """Replace the rows of `ids` [n] int64 by `rows` [n, *row_shape]. Default: refuse with a `TypeError`."""
         raise TypeError(f"{type(self).__name__} is read-only: copy it with TensorTable(table.read(ids)) first")
 
     def storage(self) -> Tensor | None:
@@ -116,10 +107,7 @@ class Table(ABC):
         """Report counters, and use what was observed in the epoch. Called after every epoch."""
 
     def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]).
-
-        None if stored dense.
-        """
+        """The rows of `ids` [n] in CSR form: (indptr [n + 1], columns [nnz], values [nnz]). None if stored dense."""
         return None
 
     def __getitem__(self, ids: Tensor) -> Tensor:
@@ -132,3 +120,21 @@ class Table(ABC):
     def num_bytes(self) -> int:
         """Bytes of the memory that this table itself holds, without those of a table that it wraps."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WrappedTable(Table):
+    """A table over another one, `below`, which has all rows. Shape, dtype and version are those of `below`."""
+
+    below: Table
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.below.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.below.dtype
+
+    @property
+    def version(self) -> int | None:
+        return self.below.version

@@ -101,13 +101,10 @@ def table(
     storage = below.storage()
     if target.type == "cuda" and storage is not None:
         pinned.pin(storage)  # at once, so that a failure shows here and not at the first read
+    # `order` may be a tensor of ids, which must not be compared with a string.
+    observe = isinstance(order, str) and order == "observed"
     # A copy, because the ids may be the user's tensor.
-    return TieredTable(below, ids[:num_device_rows].clone(), target, observe=order_is(order, "observed"))
-
-
-def order_is(order: str | Tensor, name: str) -> bool:
-    """Whether `order` is this name. A tensor of ids must not be compared with a string."""
-    return isinstance(order, str) and order == name
+    return TieredTable(below, ids[:num_device_rows].clone(), target, observe=observe)
 
 
 def check_cuda(device: torch.device) -> None:
@@ -141,7 +138,6 @@ def _device(device: Any, devices: Sequence[Any] | None) -> torch.device:
 
 
 def _parse_device(device: Any) -> torch.device:
-    """The device that a user named. An int is the index of a GPU."""
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 

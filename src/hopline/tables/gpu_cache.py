@@ -29,7 +29,7 @@ from hopline.device import pinned
 from hopline.device.meter import free_bytes, with_index
 from hopline.distributed.shared_memory import SharedArray
 from hopline.ops.gather_tiers import count_ids, gather_tiers, new_counts, slot_of
-from hopline.tables.base import Table, Tiers
+from hopline.tables.base import Table, Tiers, WrappedTable
 from hopline.tables.hot_rows import hottest
 from hopline.tables.shareable import Shareable
 from hopline.util import trace
@@ -80,10 +80,7 @@ class _DeviceTiers:
     Programs of a kernel add to different rows, so that they do not wait for each other.
     """
     seen: Tensor | None
-    """[num_rows] int32 on the device: how often each row was read.
-
-    None if the table does not observe reads.
-    """
+    """[num_rows] int32 on the device: how often each row was read. None if the table does not observe reads."""
     fetched: Tensor
     """[1] int64 on the device: number of rows that were fetched from below to be staged.
 
@@ -98,7 +95,7 @@ class _DeviceTiers:
         return _ReadCounts(hits=hits, misses=direct + staged, from_below=direct + int(self.fetched))
 
 
-class TieredTable(Shareable, Table):
+class TieredTable(Shareable, WrappedTable):
     """Copies of the rows `hot_ids` of `below` on a device. Other rows are read from `below`.
 
     `hl.table` makes one.
@@ -136,14 +133,6 @@ class TieredTable(Shareable, Table):
         self.observing = observe and hot_ids is not None
         self._device_tiers: dict[torch.device, _DeviceTiers] = {}
         self._lock = threading.Lock()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.below.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.below.dtype
 
     @property
     def num_hot(self) -> int:
@@ -212,10 +201,6 @@ class TieredTable(Shareable, Table):
         with self._lock:  # several threads may add to the same counter
             device_tiers.counts[0] += torch.tensor([num_rows - num_misses, num_misses, 0], device=ids.device)
         return rows
-
-    @property
-    def version(self) -> int | None:
-        return self.below.version
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids.cpu(), rows.cpu())
@@ -326,7 +311,6 @@ class TieredTable(Shareable, Table):
         return device_tiers
 
     def _make_tiers(self, device: torch.device) -> _DeviceTiers:
-        """New tiers on a device, with the hot rows copied."""
         hot = torch.empty((self.num_hot, *self.shape[1:]), dtype=self.dtype, device=device)
         cold: Tensor | None = None
         hot_slot: Tensor | None = None
@@ -381,10 +365,7 @@ class TieredTable(Shareable, Table):
             hot_slot[hot_ids.to(hot_slot.device)] = slots
 
     def _readable(self, device: torch.device) -> Tensor | None:
-        """[num_rows, ...]: the rows below, pinned if a GPU will read them.
-
-        None if `below` has no dense tensor.
-        """
+        """[num_rows, ...]: the rows below, pinned if a GPU will read them. None if `below` has no dense tensor."""
         rows = self.below.storage()
         if rows is None or device.type == "cpu" or rows.device.type != "cpu":
             return rows
@@ -403,23 +384,11 @@ def _has_all_rows(tiers: Tiers) -> bool:
     return tiers.hot_slot is None or tiers.cold is not None
 
 
-class _ConcurrentView(Table):
+class _ConcurrentView(WrappedTable):
     """A tiered table without its staged rows, which training replaces while another thread reads."""
 
     def __init__(self, tiered: TieredTable) -> None:
-        self.tiered = tiered
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.tiered.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tiered.dtype
-
-    @property
-    def version(self) -> int | None:
-        return self.tiered.version
+        self.below = self.tiered = tiered
 
     def read(self, ids: Tensor) -> Tensor:
         return self.tiered.read(ids, staged=False)
@@ -435,5 +404,4 @@ class _ConcurrentView(Table):
 
 
 def _open(below: Table, hot_ids: SharedArray | None, device: str, observe: bool) -> TieredTable:
-    """The table behind a pickled handle."""
     return TieredTable(below, None if hot_ids is None else hot_ids.tensor, device, observe=observe)

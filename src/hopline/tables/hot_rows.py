@@ -34,10 +34,7 @@ def out_degrees(graph: Graph) -> Tensor:
 
 
 def hottest(score: Tensor, count: int) -> Tensor:
-    """[count] int64: the indices of the highest scores, the highest first.
-
-    Of equal scores the first index wins.
-    """
+    """[count] int64: the indices of the highest scores, the highest first. Of equal scores the first index wins."""
     if not 0 < count < score.numel():
         return score.argsort(descending=True, stable=True)[:count]
     # No sort of all scores: only the chosen ones are sorted. topk gives nothing but the lowest chosen
@@ -49,9 +46,7 @@ def hottest(score: Tensor, count: int) -> Tensor:
     return indices[score[indices].argsort(descending=True, stable=True)]
 
 
-def access_probability(
-    graph: Graph, fanouts: Sequence[int], train_ids: Tensor, batch_size: int = 1024, replace: bool = False
-) -> Tensor:
+def access_probability(graph: Graph, fanouts: Sequence[int], train_ids: Tensor, batch_size: int = 1024) -> Tensor:
     """[num_nodes] float32: the probability that a batch reads each node's row, if all draws were independent.
 
     This is the analysis of SALIENT++ (Kaler et al., 2023), changed for samples that nest within pairs of
@@ -67,7 +62,7 @@ def access_probability(
         p_h(v)  =  1 - (1 - s(v)) * product over out-edges (v, u) of (1 - d_h(u))
 
     In words: v is missed if it is no seed and all its out-edges miss it. The product over edges is computed
-    as a sum of logarithms. With `replace`, q is that of draws with replacement.
+    as a sum of logarithms.
     """
     device = graph.indices.device
     degrees = graph.in_degrees().to(device).clamp(min=1).float()
@@ -81,9 +76,9 @@ def access_probability(
     for hop in range(1, len(fanouts) + 1):
         drawn = torch.zeros_like(seeds)  # d_h
         for j, new in enumerate(joined):
-            not_drawn = _miss_probability(degrees, _pairs_of_layers(fanouts, j, hop), replace)
+            not_drawn = _miss_probability(degrees, _pairs_of_layers(fanouts, j, hop))
             if graph.has_loop is not None:
-                by_layer = _miss_probability(degrees, [[fanout] for fanout in fanouts[j:hop]], replace)
+                by_layer = _miss_probability(degrees, [[fanout] for fanout in fanouts[j:hop]])
                 not_drawn = torch.where(graph.has_loop.to(device), by_layer, not_drawn)
             drawn += new * (1 - not_drawn)
         terms = -torch.log1p(-drawn.clamp(max=1.0))
@@ -106,26 +101,24 @@ def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list
     return list(pairs.values())
 
 
-def _miss_probability(degrees: Tensor, groups: Sequence[Sequence[int]], replace: bool) -> Tensor:
+def _miss_probability(degrees: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     """[num_nodes] float32: the probability that a given in-edge of a node is drawn for no group of layers.
 
     groups: the fan-outs of the layers for which a node draws once.
     """
     missed = torch.ones_like(degrees)
     for group in groups:
-        missed *= 1 - _draw_probability(degrees, group, replace)
+        missed *= 1 - _draw_probability(degrees, group)
     return missed
 
 
-def _draw_probability(degrees: Tensor, fanouts: Sequence[int], replace: bool) -> Tensor:
+def _draw_probability(degrees: Tensor, fanouts: Sequence[int]) -> Tensor:
     """[num_nodes] float32: the probability that a given in-edge of a node is among those drawn.
 
     A fan-out of -1 takes all in-edges.
     """
     if min(fanouts) < 0:
         return torch.ones_like(degrees)
-    if replace:
-        return 1 - (1 - 1 / degrees) ** max(fanouts)
     return (max(fanouts) / degrees).clamp(max=1.0)
 
 

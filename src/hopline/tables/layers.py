@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.device.row_mover import write_rows
 from hopline.tables.allocators import Allocator, DeviceMemory
 from hopline.tables.memory import TensorTable
 
@@ -97,20 +98,7 @@ class LayerTables:
         computed: a CUDA event after which the rows are complete, for tables that a GPU writes later. Default:
             this moment.
         """
-        if isinstance(at, Tensor):
-            self._write_at(l, at, rows)
-            return
-        table = self.table(l, rows)
-        start = 0
-        for row_range in at:
-            count = row_range.stop - row_range.start
-            table[row_range].copy_(rows[start : start + count])
-            start += count
-
-    def _write_at(self, l: int, positions: Tensor, rows: Tensor) -> None:
-        """Write rows at single positions."""
-        table = self.table(l, rows)
-        table[positions.to(table.device)] = rows.to(table.device, table.dtype)
+        write_rows(self.table(l, rows), at, rows)
 
     def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Zeros to which gradients at the rows after layer `l` are added, in the place of the tables.

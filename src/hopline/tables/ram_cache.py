@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.tables.base import Table
+from hopline.tables.base import Table, WrappedTable
 from hopline.tables.shareable import Shareable
 from hopline.util import trace
 
 
-class CachedTable(Shareable, Table):
+class CachedTable(Shareable, WrappedTable):
     """Copies of chosen rows of `below`, from which these rows are read. All other rows come from `below`.
 
     Args:
@@ -42,14 +42,6 @@ class CachedTable(Shareable, Table):
         self.slot[hot_ids] = torch.arange(hot_ids.numel(), dtype=torch.int32)
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.below.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.below.dtype
-
-    @property
     def num_bytes(self) -> int:
         return self.hot.numel() * self.hot.element_size() + self.slot.numel() * self.slot.element_size()
 
@@ -63,10 +55,6 @@ class CachedTable(Shareable, Table):
         trace.count(f"{self.counter}_hit", num_hits)
         trace.count(f"{self.counter}_miss", ids.numel() - num_hits)
         return rows
-
-    @property
-    def version(self) -> int | None:
-        return self.below.version
 
     def write(self, ids: Tensor, rows: Tensor) -> None:
         self.below.write(ids, rows)

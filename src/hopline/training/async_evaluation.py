@@ -2,16 +2,16 @@
 
     training thread (first rank)                                 evaluation thread
 
-    validate: copy the weights into a `WeightsBuffer`
-              append a `Snapshot` to `waiting.snapshots`
+    after_epoch: copy the weights into a `WeightsBuffer`
+                 append a `Snapshot` to `waiting.snapshots`
     _serve_thread: submit(epoch, buffer)  -- _requests -->       load the weights into its copy of the model
                    results()              <-- _answers --        measure the validation split
     _collect: broadcast what is ready to all ranks
-              yield `Result`s in the order of the epochs
+              act on it in the order of the epochs
 
 The run is the same as one with evaluate="blocking". That needs three things: results are acted on in the
-order of the epochs, at the same points on all ranks, and with the weights that were evaluated. The trainer
-drops what it has trained after the epoch that ends the run (`Trainer.act_on`).
+order of the epochs, at the same points on all ranks, and with the weights that were evaluated. What was
+trained after the epoch that ends the run is dropped (`Evaluator.all_results`).
 
 The price is memory: a copy of the model, and of the weights of up to `BACKLOG` epochs that wait.
 """
@@ -25,18 +25,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from hopline import inference as infer
 from hopline import ops
 from hopline.contract import Job
 from hopline.device import streams
 from hopline.device.snapshots import copy_weights
-from hopline.inference.captured_forward import PendingInference
-from hopline.nn.attributes import copy_attributes, fixed_parts_of, preserve_state, set_attributes
+from hopline.inference.captured_forward import CapturedInferences, PendingInference
+from hopline.nn.attributes import copy_attributes, fixed_parts_of, set_attributes
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import copy_module
 from hopline.nn.structure import hash_of
@@ -44,7 +43,7 @@ from hopline.pipeline.stages import give_way
 from hopline.shards.data import ShardedData
 from hopline.training.callbacks import Evaluation
 from hopline.training.evaluation import Measure
-from hopline.training.validation import Evaluator, Result, Snapshot
+from hopline.training.validation import Evaluator, Snapshot, loaded
 from hopline.units.job import for_copy
 from hopline.util import trace
 
@@ -278,7 +277,7 @@ class EvaluationThread:
         scores, on_gpu_s = pending.wait()
         scores_came = time.perf_counter()
         trace.tell("infer.layer", scores_came - on_gpu_s, on_gpu_s)
-        metrics = infer.measure(self._job.data, scores, self._labels)
+        metrics = self._job.task.measure(scores, self._labels)
         return metrics, on_gpu_s + time.perf_counter() - scores_came
 
     @contextmanager
@@ -306,11 +305,14 @@ class AsyncEvaluator(Evaluator):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         exact = trainer.settings.inference == "exact"
-        self.measure = Measure(trainer.method, exact=exact, **trainer.measure_options)
+        # `CapturedInferences` of its own: the thread replays CUDA graphs while training may evaluate too.
+        self.measure = replace(trainer.measure, exact=exact, show=False, captured=CapturedInferences())
+        self.buffers: dict[int, WeightsBuffer] = {}
+        """By epoch: the memory of its snapshot."""
         self.free_buffers: list[WeightsBuffer] = []
         """Buffers to fill again: the results of their weights were acted on."""
         self.thread: EvaluationThread | None = None
-        """On the first rank, from `begin` to `close`, if there is anything to evaluate."""
+        """On the first rank, from `begin` to `__exit__`, if there is anything to evaluate."""
         self.submitted: set[int] = set()
         """Epochs that the thread has been asked to evaluate, and has not answered."""
         self.results: dict[int, Evaluation] = {}
@@ -320,7 +322,7 @@ class AsyncEvaluator(Evaluator):
         self._training_stream = contextlib.ExitStack()
         """On a GPU: the stream in which training runs, from `__enter__` to `__exit__`."""
 
-    def __enter__(self) -> AsyncEvaluator:
+    def __enter__(self) -> Self:
         if self.trainer.device.type == "cuda":
             # Training and the thread share the GPU. Kernels of training go first.
             self._training_stream.enter_context(streams.high_priority_stream(self.trainer.device))
@@ -328,54 +330,57 @@ class AsyncEvaluator(Evaluator):
 
     def __exit__(self, *error: object) -> None:
         with self._training_stream:
-            self.close()
+            if self.thread is not None:
+                self.thread.close()
+            self.thread = None
+            self.buffers.clear()
+            self.free_buffers.clear()
 
     @property
     def can_help(self) -> bool:
         """Whether training may evaluate instead of waiting. A GPU may lack memory for two evaluations."""
         return self.trainer.device.type == "cpu"
 
-    def begin(self) -> Iterator[Result]:
+    def begin(self) -> None:
         trainer = self.trainer
         self._fixed_parts = fixed_parts_of(trainer.model)
-        restored = self.waiting.pop_restored()
+        restored = [*self.waiting.snapshots]
+        self.waiting.snapshots.clear()
         if trainer.world.rank == 0 and trainer.has("valid") and (trainer.has_steps_left or restored):
             self.thread = EvaluationThread(self.measure, trainer.job)
-        for state in restored:
-            self._take_snapshot(state["epoch"], state["weights"], state["attributes"], state["reason"])
-        yield from ()  # results come later
+        for snapshot in restored:
+            self._take_snapshot(snapshot)
 
-    def validate(self, epoch: int) -> Iterator[Result]:
-        if len(self.waiting.snapshots) >= BACKLOG:
-            trace.count("evaluate.waits", 1)
-            with trace.span("evaluate.wait"):
-                yield from self._collect(wait=True)
-        model = self.trainer.model
-        with trace.span("evaluate.snapshot"):
-            self._check_fixed_parts()
-            self._take_snapshot(epoch, model.state_dict(), copy_attributes(model), self.trainer.stop_reason)
+    def after_epoch(self, epoch: int) -> None:
+        if self.trainer.is_evaluated(epoch):
+            if len(self.waiting.snapshots) >= BACKLOG:
+                trace.count("evaluate.waits", 1)
+                with trace.span("evaluate.wait"):
+                    self._collect(wait=True)
+            model = self.trainer.model
+            with trace.span("evaluate.snapshot"):
+                self._check_fixed_parts()
+                self._take_snapshot(
+                    Snapshot(epoch, self.trainer.stop_reason, model.state_dict(), copy_attributes(model))
+                )
+        self._collect()
 
-    def poll(self, *, between_steps: bool = False) -> Iterator[Result]:
-        if between_steps and self.trainer.world.size > 1:
+    def after_step(self) -> None:
+        # Ranks may be at different steps, so several ranks get no results yet.
+        if self.trainer.world.size > 1:
             self._serve_thread()
         else:
-            yield from self._collect()
+            self._collect()
 
-    def wait_all(self) -> Iterator[Result]:
+    def wait_all(self) -> None:
         with trace.span("evaluate.finish"):
             while self.waiting.snapshots:
-                yield from self._collect(wait=True)
+                self._collect(wait=True)
 
-    def take_ready(self) -> Iterator[Result]:
+    def take_ready(self) -> None:
         if self.thread is not None:
             self._serve_thread()
-            yield from self._release(self._ready_evaluations())
-
-    def close(self) -> None:
-        if self.thread is not None:
-            self.thread.close()
-        self.thread = None
-        self.free_buffers.clear()
+            self._act_on_oldest(self._ready_evaluations())
 
     def _check_fixed_parts(self) -> None:
         """Refuse a model of which something has changed that a snapshot does not hold."""
@@ -388,19 +393,15 @@ class AsyncEvaluator(Evaluator):
                 "module, or set evaluate=blocking"
             )
 
-    def _take_snapshot(
-        self, epoch: int, weights: Mapping[str, Any], attributes: Mapping[str, Any], reason: str | None
-    ) -> None:
-        """Copy weights into a buffer, and append the snapshot to those that wait.
-
-        reason: why training was to stop after that epoch, if it was.
-        """
+    def _take_snapshot(self, live: Snapshot) -> None:
+        """Append a snapshot to those that wait, with its weights copied into a buffer."""
         if self.free_buffers:
             buffer = self.free_buffers.pop()
         else:
             buffer = WeightsBuffer(self.trainer.model.state_dict())
-        buffer.fill(weights, attributes)
-        self.waiting.snapshots.append(Snapshot(epoch, buffer, reason))
+        buffer.fill(live.weights, live.attributes)
+        self.buffers[live.epoch] = buffer
+        self.waiting.snapshots.append(replace(live, weights=buffer.weights))
         self._serve_thread()
 
     def _serve_thread(self, *, wait: bool = False) -> None:
@@ -418,7 +419,7 @@ class AsyncEvaluator(Evaluator):
         # Below 0 when `max_pending` has fallen to 1 while two evaluations are pending.
         num_free = self.thread.max_pending - len(self.submitted) if self.thread.is_ready else 0
         for snapshot in self._unstarted()[: max(0, num_free)]:
-            self.thread.submit(snapshot.epoch, snapshot.buffer)
+            self.thread.submit(snapshot.epoch, self.buffers[snapshot.epoch])
             self.submitted.add(snapshot.epoch)
 
     def _unstarted(self) -> list[Snapshot]:
@@ -438,8 +439,8 @@ class AsyncEvaluator(Evaluator):
             evaluations.append(self.results[snapshot.epoch])
         return evaluations
 
-    def _collect(self, *, wait: bool = False) -> Iterator[Result]:
-        """The results that are ready, on all ranks, in the order of the epochs. All ranks call together.
+    def _collect(self, *, wait: bool = False) -> None:
+        """Act on the results that are ready, on all ranks, in the order of the epochs. All ranks call together.
 
         wait: whether to wait for at least one, or evaluate one here if nobody has begun it.
         """
@@ -457,49 +458,40 @@ class AsyncEvaluator(Evaluator):
         # As dicts, since `broadcast_object` sends JSON. Only the first rank has any.
         records = [vars(evaluation) for evaluation in self._ready_evaluations()]
         records = self.trainer.world.broadcast_object(records)
-        yield from self._release([Evaluation(**record) for record in records])
+        self._act_on_oldest([Evaluation(**record) for record in records])
 
     def _evaluate_in_trainer(self, snapshot: Snapshot) -> None:
         """Evaluate a snapshot in the training thread, with the trainer's own model."""
-        trainer = self.trainer
+        job = self.trainer.job
         started = time.perf_counter()
-        with preserve_state(trainer.model):
-            trainer.model.load_state_dict(snapshot.buffer.weights)
-            set_attributes(trainer.model, snapshot.buffer.attributes)
-            metrics = self.measure(trainer.job)
+        with loaded(snapshot, job.module):
+            metrics = self.measure(job)
         seconds = time.perf_counter() - started
         self.results[snapshot.epoch] = Evaluation(epoch=snapshot.epoch, split="valid", metrics=metrics, seconds=seconds)
 
-    def _release(self, evaluations: Sequence[Evaluation]) -> Iterator[Result]:
-        """The results of the oldest snapshots, one by one.
-
-        The weights of a result are valid until the next one is asked for, which frees their buffer.
-        """
+    def _act_on_oldest(self, evaluations: Sequence[Evaluation]) -> None:
+        """Act on the results of the oldest snapshots, one by one, and free their buffers."""
         for evaluation in evaluations:
             snapshot = self.waiting.snapshots.popleft()
             assert evaluation.epoch == snapshot.epoch
             self.results.pop(snapshot.epoch, None)
-            buffer = snapshot.buffer
-            yield Result(evaluation, buffer.weights, buffer.attributes, snapshot.reason)
-            self.free_buffers.append(buffer)
+            self.act_on(evaluation, snapshot)
+            self.free_buffers.append(self.buffers.pop(snapshot.epoch))
 
 
-def check_async(trainer: Trainer, *, overrides_evaluate: bool) -> None:
-    """Refuse a run that cannot be evaluated asynchronously, or would end differently than a blocking one.
-
-    overrides_evaluate: whether the trainer is of a class that overrides `evaluate`.
-    """
+def check_async(trainer: Trainer) -> None:
+    """Refuse a run that cannot be evaluated asynchronously, or would end differently than a blocking one."""
     if isinstance(trainer.data, ShardedData):
         raise ValueError(
             "evaluate=async needs the whole graph in one process, and this dataset is one shard of it: open the "
             "dataset that was partitioned, or set evaluate=blocking"
         )
-    if trainer.test_step is not None:
+    if trainer.task.test_step is not None:
         raise ValueError(
             "evaluate=async cannot run test_step=, since its random draws would change those of training: set "
             "evaluate=blocking"
         )
-    if overrides_evaluate:
+    if trainer.run_metric.overrides_evaluate:
         raise ValueError(
             f"evaluate=async evaluates a copy of the model, without {type(trainer).__name__}.evaluate: set "
             "evaluate=blocking"

@@ -1,6 +1,6 @@
 """Checkpoints: all that a run needs to resume as if it had never stopped, in one file.
 
-    to save      snapshot(trainer, run) -> state -> write: replaces the file in one step; it is always whole
+    to save      snapshot(trainer) -> state -> write: replaces the file in one step; it is always whole
     to resume    read_together -> state -> check_identity: refuses another run -> restore(trainer, state)
 
 A state is a dict of tensors and plain values. It holds the weights of the model and attributes that have
@@ -27,13 +27,13 @@ import zlib
 from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hopline.device.snapshots import random_states, restore_random_states
 from hopline.distributed.gradients import Gradients
@@ -42,7 +42,8 @@ from hopline.metrics import Mode, mode_of
 from hopline.nn.attributes import changes_since, set_attributes
 from hopline.nn.structure import opaque_part
 from hopline.report.writer import versions
-from hopline.training.callbacks import EpochEnd, Evaluation, Run
+from hopline.training.run_facts import settings_of
+from hopline.training.run_state import RunState
 from hopline.training.settings import TrainSettings
 from hopline.util import trace
 from hopline.util.files import replacing
@@ -61,25 +62,10 @@ _MAGIC = b"hopline-checkpoint"
 """First word of the file."""
 
 
-@dataclass
-class Position:
-    """How far a run has come: its current epoch, and how much of that is done."""
-
-    epoch: int = 1
-    """The current epoch, counted from 1. One more than the last epoch: all are trained."""
-    units: int = 0
-    """Units, such as batches, that this rank has trained in this epoch. `rank_steps.NoUnit` counts too."""
-    seeds: float = 0
-    """Seeds of this epoch that all ranks have trained. May be a fraction, as `StepEnd.size`."""
-    loss_sum: Tensor | float = 0.0
-    """Sum of this rank's loss over these seeds. A float64 scalar on the device once a step is done."""
-    seconds: float = 0.0
-    """Seconds that this epoch has taken so far."""
-
-
-def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
+def snapshot(trainer: Trainer) -> dict[str, Any]:
     """The state of a run, for a checkpoint. All ranks must call this together."""
     world = trainer.world
+    run = trainer.run
     trainer.weights_check.check(is_trained=False)  # before a checkpoint replaces one that can be resumed
     loss_sum = torch.as_tensor(trainer.position.loss_sum).detach().cpu()
     if world.size > 1:
@@ -87,10 +73,10 @@ def snapshot(trainer: Trainer, run: Run) -> dict[str, Any]:
         sum_by_rank = [0.0] * world.size
         sum_by_rank[world.rank] = float(loss_sum)
         loss_sum = torch.tensor(world.sum(sum_by_rank), dtype=torch.float64)
-    attributes, lost_parts = changes_since(trainer.code["model"], trainer.model)
+    attributes, lost_parts = changes_since(trainer.fingerprints.code["model"], trainer.model)
     has_validated = any(evaluation.split == "valid" for evaluation in run.evaluations)
     return {
-        "identity": trainer.identity(),
+        "identity": identity(trainer),
         "model": trainer.model.state_dict(),
         "attributes": attributes,
         "lost parts": lost_parts,
@@ -188,14 +174,9 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
     trainer.schedule.load_state_dict(state["schedule"])
 
     loss_sum = _rank_loss_sum(state["position"]["loss_sum"], trainer.world)
-    trainer.take_over(
-        position=Position(**{**state["position"], "loss_sum": loss_sum}),
-        num_steps=state["num_steps"],
-        stop_reason=state["stop_reason"],
-        metric=state["metric"],
-        history=[EpochEnd(**epoch) for epoch in state["history"]],
-        evaluations=[Evaluation(**evaluation) for evaluation in state["evaluations"]],
-    )
+    trainer.state.resume(state, loss_sum)
+    if trainer.run.evaluations:
+        trainer.run_metric.take_name(state["metric"])
 
     # By the name of the class, and within a class in order. Not by position: callbacks that show progress
     # or write reports may be present in only one of the two runs.
@@ -316,27 +297,20 @@ def is_over(state: Mapping[str, Any], epochs: int) -> bool:
     must_validate = any(
         callback_state.get("waiting") for name, callback_state in state["callbacks"] if name == "Waiting"
     )
-    # A run that was stopped within an epoch trains that epoch to its end, as in `Trainer.has_steps_left`.
-    is_stopped = state["stop_reason"] is not None and state["position"]["units"] == 0
-    is_trained = is_stopped or state["position"]["epoch"] > epochs
-    return is_trained and not must_validate
+    run_state = RunState()
+    run_state.resume(state)
+    return not must_validate and not run_state.has_steps_left(epochs)
 
 
-def identity(
-    model: nn.Module,
-    data: Any,
-    method: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    contents: Mapping[str, str],
-    code: Mapping[str, Mapping[str, str]],
-) -> dict[str, Any]:
+def identity(trainer: Trainer) -> dict[str, Any]:
     """Facts, in plain values, that must be the same for a run to resume from a checkpoint.
 
     The method's `workers` and `look_ahead` are not among them: they change the speed alone.
-
-    method, settings: settings of the method and of training. contents, code: fingerprints of the dataset's
-    arrays, and of the model and the user's functions (`run_facts.fingerprints`).
     """
+    model = trainer.model
+    data = trainer.data
+    asked = settings_of(trainer)
+    settings = asked["train"]
     compared_settings = (
         "seed",
         "optimizer",
@@ -358,10 +332,11 @@ def identity(
         "model": type(model).__name__,
         # The extra state of a module is no tensor.
         "parameters": {name: list(getattr(tensor, "shape", ())) for name, tensor in model.state_dict().items()},
-        "contents": dict(contents),
-        "code": {name: dict(parts) for name, parts in code.items()},
-        "method": {key: value for key, value in method.items() if key not in ("workers", "look_ahead")},
+        "contents": dict(trainer.fingerprints.contents),
+        "code": {name: dict(parts) for name, parts in trainer.fingerprints.code.items()},
+        "method": {key: value for key, value in asked["method"].items() if key not in ("workers", "look_ahead")},
         **{key: settings[key] for key in compared_settings},
+        "gradients": asked["gradients"],
     }
 
 
@@ -507,8 +482,8 @@ class Checkpoints:
         missing = [key for key in needed if key not in state]
         if missing:
             raise _damage_error(self.path, f"it has no {missing[0]}")
-        check_identity(state["identity"], trainer.identity(), self.path)
-        check_mode(state, trainer.metric_mode, self.path)
+        check_identity(state["identity"], identity(trainer), self.path)
+        check_mode(state, trainer.run_metric.given_mode, self.path)
         num_ranks = len(state["ranks"])
         if num_ranks not in (0, self.world.size):
             raise ValueError(
@@ -517,9 +492,10 @@ class Checkpoints:
             )
         return state
 
-    def resume(self, trainer: Trainer, run: Run, state: Mapping[str, Any]) -> None:
+    def resume(self, trainer: Trainer, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint, and say where the run resumes."""
         restore(trainer, state)
+        run = trainer.run
         position = trainer.position
         if trainer.stop_reason is not None and not trainer.has_steps_left:
             progress = f"training has ended after epoch {run.epochs}: {trainer.stop_reason}"
@@ -562,7 +538,7 @@ class Checkpoints:
             return 0.0
         return max(requested_s, self.write_duration_s / MAX_TIME_SHARE)
 
-    def write_if_due(self, trainer: Trainer, run: Run, *, at_end: bool = False, in_epoch: bool = False) -> None:
+    def write_if_due(self, trainer: Trainer, *, at_end: bool = False, in_epoch: bool = False) -> None:
         """Write a checkpoint if one is due by time, or if some rank has received a signal.
 
         All ranks call this together.
@@ -578,9 +554,9 @@ class Checkpoints:
             if signal:
                 self.signals.received = signal
         if is_due or signal:
-            self.write(trainer, run, in_epoch=in_epoch)
+            self.write(trainer, in_epoch=in_epoch)
 
-    def write(self, trainer: Trainer, run: Run, *, in_epoch: bool = False) -> None:
+    def write(self, trainer: Trainer, *, in_epoch: bool = False) -> None:
         """Write a checkpoint. Then raise `Interrupted` if a signal was received. All ranks call together.
 
         in_epoch: whether this is between steps, so that its time counts as part of the epoch.
@@ -591,7 +567,7 @@ class Checkpoints:
         # Two names, since only a checkpoint between steps is part of the seconds of an epoch. The report
         # subtracts it from the training time.
         with trace.span("checkpoint" if in_epoch else "evaluate.checkpoint"):
-            state = snapshot(trainer, run)
+            state = snapshot(trainer)
             if self.world.rank == 0:
                 write(self.path, state)
         self.last_write_s = time.monotonic()

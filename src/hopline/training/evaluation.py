@@ -10,35 +10,33 @@ the outputs of the whole graph. Otherwise the module runs on the whole graph at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hopline import inference as infer
 from hopline.budget.guard import BudgetGuard
-from hopline.budget.plan import Budget
+from hopline.budget.plan import Budget, Plan
 from hopline.contract import Job, KeepRows, Method
 from hopline.core.batch import Batch
 from hopline.data.dataset import Dataset
+from hopline.device.snapshots import evaluating
 from hopline.inference import distributed as shard_infer
+from hopline.inference import without_layers
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences
-from hopline.inference.neighborhoods import whole_bytes
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.nn.whole_module_probe import find_reach
 from hopline.shards.data import ShardedData
+from hopline.training.metric import run_test_step
 from hopline.units.own_threads import own_threads
 from hopline.util.config import format_size
-
-TestStep = Callable[[nn.Module, Dataset, Tensor], dict[str, float]]
-"""(model, data, node ids) -> metrics by name. Early stopping and the best weights go by the first."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,6 @@ class Measure:
 
     method: Method
     """The method, for the batches of sampled inference."""
-    test_step: TestStep | None = None
-    """The user's own function. None: the metric of the task."""
     split: str = "valid"
     exact: bool = True
     """Whether inference uses every edge. Otherwise the method samples them, if it can."""
@@ -64,6 +60,14 @@ class Measure:
     captured: CapturedInferences = field(default_factory=CapturedInferences)
     """The cache of exact evaluations that were captured as CUDA graphs, for later calls."""
 
+    @classmethod
+    def within(cls, plan: Plan | None, method: Method, part_hops: int | None) -> Measure:
+        """Exact evaluation of the validation split, within the plan of a budget if there is one."""
+        if plan is None:
+            return cls(method, part_hops=part_hops)
+        on_disk = plan.hidden_place == "disk"
+        return cls(method, part_hops=part_hops, chunk_bytes=plan.chunk_bytes, rows_on_disk=on_disk)
+
     def __call__(self, job: Job, keep: KeepRows | None = None) -> dict[str, float]:
         """Evaluate the model of a job. Returns metrics by name.
 
@@ -71,20 +75,20 @@ class Measure:
         """
         data = job.data
         ids = data.splits[self.split]
-        if self.test_step is not None:
-            return run_test_step(self.test_step, job, ids)
+        if job.task.test_step is not None:
+            return run_test_step(job.task.test_step, job, ids)
 
         # None if inference is exact, by request or because the method has no other.
         batches = None if self.exact else self.method.inference_batches(job, ids)
         # On a CPU, fused convs use hopline's threads, as in training.
         with own_threads(job):
             if isinstance(data, ShardedData):
-                return shard_infer.evaluate(job.model, data, self.split, batches, job.device)
+                return shard_infer.evaluate(job.model, data, job.task, self.split, batches, job.device)
             if batches is None:
                 scores = self._exact_scores(job, ids, keep)
             else:
                 scores = self._sampled_scores(job, ids, batches)
-        return infer.measure(data, scores, self.labels(job))
+        return job.task.measure(scores, self.labels(job))
 
     def _exact_scores(self, job: Job, ids: Tensor, keep: KeepRows | None) -> Tensor:
         """The outputs at `ids` over every edge.
@@ -99,8 +103,8 @@ class Measure:
         if isinstance(job.model, Whole):
             # A run on the whole graph has no chunks to limit. `check_whole` has checked that it fits.
             chunk_bytes = None if self.part_hops is None else self.chunk_bytes
-            with infer.evaluating(job.model):
-                read_scores = infer.whole_rows(
+            with evaluating(job.model):
+                read_scores = without_layers.whole_rows(
                     job.model,
                     job.data,
                     ids,
@@ -148,42 +152,16 @@ class Measure:
         Nothing is captured with a budget, on shards, for sampled inference, or for the user's function.
         """
         has_budget = self.chunk_bytes is not None or self.rows_on_disk
-        if has_budget or not self.exact or self.test_step is not None or isinstance(job.data, ShardedData):
+        if has_budget or not self.exact or job.task.test_step is not None or isinstance(job.data, ShardedData):
             return None
         return self.captured.of(job, job.data.splits[self.split])
-
-
-def run_test_step(test_step: TestStep, job: Job, ids: Tensor) -> dict[str, float]:
-    """What the user's function returns for a model, in evaluation mode."""
-    # Random numbers that the function draws must not change those of training.
-    gpus = [job.device] if job.device.type == "cuda" else []
-    with infer.evaluating(job.model), torch.random.fork_rng(gpus):
-        return test_step(job.model, job.data, ids)
-
-
-def as_metrics(returned: Any) -> dict[str, float]:
-    """Metrics by name, as the user's function should have returned them. Raises ValueError."""
-    try:
-        metrics = {str(name): float(value) for name, value in returned.items()}
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as error:  # of a tensor with many elements: RuntimeError
-        raise ValueError(
-            f"test_step returned {returned!r:.60}: return numbers by name, as {{'accuracy': 0.9}}"
-        ) from error
-    if not metrics:
-        raise ValueError("evaluation gave no metric: let test_step return at least one, as {'accuracy': 0.9}")
-    return metrics
 
 
 # ---- modules that are not made of layers
 
 
 def hops_by_fanouts(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
-    """The hops around a node that a module without layers reads, for `infer.part_hops_of`.
+    """The hops around a node that a module without layers reads, for `without_layers.part_hops_of`.
 
     That is the number of fan-outs, if a trial on a tiny graph shows that they are enough: a neighbourhood of
     these hops, or one more, gives the outputs of the whole graph. None: unknown, or the model has layers.
@@ -206,7 +184,7 @@ def part_hops_of(job: Job, method: Method) -> int | None:
         return None
     num_hops = hops_by_fanouts(job.model, job.data, method)
     # limits=[]: a module whose hops are unknown is not refused, but runs on the whole graph.
-    return infer.part_hops_of(job.model, job.data, num_hops, limits=[])
+    return without_layers.part_hops_of(job.model, job.data, num_hops, limits=[])
 
 
 def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> None:
@@ -217,15 +195,16 @@ def check_whole(job: Job, part_hops: int | None, chunk_bytes: int | None) -> Non
     if not isinstance(job.model, Whole) or "x" not in job.data.tables or part_hops is not None:
         return
     name = type(job.model.module).__name__
-    if infer.is_too_large(job.data):
+    if without_layers.is_too_large(job.data):
         raise ValueError(
             f"exact evaluation would run {name} on the whole graph at once, which is too large for that: build it as "
             "hl.nn.GNN([...convs...]), or evaluate by a function of your own, test_step="
         )
-    if chunk_bytes is not None and whole_bytes(job.model, job.data) > chunk_bytes:
+    if chunk_bytes is not None and without_layers.whole_bytes(job.model, job.data) > chunk_bytes:
         raise ValueError(
-            f"{infer.describe_whole(job.model, job.data)}, and the budget leaves {format_size(chunk_bytes)}: set a "
-            "larger budget=, build it as hl.nn.GNN([...convs...]), or evaluate by a function of your own, test_step="
+            f"{without_layers.describe_whole(job.model, job.data)}, and the budget leaves "
+            f"{format_size(chunk_bytes)}: set a larger budget=, build it as hl.nn.GNN([...convs...]), or "
+            "evaluate by a function of your own, test_step="
         )
 
 
@@ -260,7 +239,7 @@ def whole_notes(job: Job, method: Method, part_hops: int | None, *, evaluates: b
                 f"{reason or at_border}"
             )
     if evaluates and part_hops is None:
-        evaluation = infer.describe_whole(job.model, job.data)
+        evaluation = without_layers.describe_whole(job.model, job.data)
         if reason and not approximation:
             evaluation += f": {reason}"
     return WholeNotes(approximation, evaluation)

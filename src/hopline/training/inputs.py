@@ -9,35 +9,44 @@ import inspect
 import io
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import partial
-from typing import Any, get_args
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Job, Method, Work
+from hopline.contract import Job, Method
 from hopline.core.graph import version_of
+from hopline.data.checks import check_training
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import sample
-from hopline.distributed.gradients import CombinedBy, CombineGradients, Gradients
+from hopline.distributed.gradients import CombinedBy, CombineGradients, Gradients, have_same_bits
 from hopline.distributed.world import World
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
-from hopline.metrics import Mode
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
+from hopline.tasks.settings import Classification, Regression, TaskSettings
+from hopline.tasks.task import Task, TestStep, TrainStep
 from hopline.training.callbacks import Callback
-from hopline.training.lr_schedule import MakeScheduler
+from hopline.training.lr_schedule import MakeScheduler, OwnSchedule
 from hopline.training.optimizer import MakeOptimizer, OwnOptimizer, describe_call
-from hopline.training.settings import Schedule
-from hopline.util.config import find_by_other_name, kind_of
+from hopline.training.run_facts import name_of
+from hopline.training.settings import Schedule, TrainSettings
+from hopline.util.config import check_names, find_by_other_name, kind_of
 
 KEYWORDS_ELSEWHERE = {
-    **dict.fromkeys(("metric", "metrics"), "test_step=(model, data, ids) -> {'accuracy': value}"),
-    **dict.fromkeys(("loss", "loss_fn", "criterion"), "train_step=(model, batch) -> mean loss over the batch's seeds"),
+    **dict.fromkeys(("metric", "metrics"), "task=hl.Classification(metric='macro_f1')"),
+    **dict.fromkeys(
+        ("loss", "loss_fn", "criterion"),
+        "task=hl.Regression(loss='huber'), or train_step=(model, batch) -> mean loss over the batch's seeds",
+    ),
+    **dict.fromkeys(("class_weights", "label_smoothing"), "task=hl.Classification(class_weights='balanced')"),
     **dict.fromkeys(("logger", "loggers"), "callbacks=[...] of classes derived from hl.Callback"),
     **dict.fromkeys(("max_epochs", "num_epochs"), "epochs="),
     **dict.fromkeys(("scheduler", "lr_scheduler"), "schedule="),
@@ -46,6 +55,13 @@ KEYWORDS_ELSEWHERE = {
 """What a Trainer has in place of keyword arguments that users of other libraries look for."""
 NUM_SAMPLED_ROWS = 64
 """Rows of each array that are compared between epochs. So few that a memory-mapped file is read in no time."""
+
+
+def check_keywords(trainer: type, settings: Mapping[str, Any]) -> None:
+    """Refuse keyword arguments that neither a Trainer nor its settings have."""
+    parameters = inspect.signature(trainer).parameters.values()
+    keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    check_names("Trainer", settings, [*keywords, *(field.name for field in fields(TrainSettings))], KEYWORDS_ELSEWHERE)
 
 
 def check_world(world: World | None, device: str, *, device_is_given: bool) -> World:
@@ -145,17 +161,6 @@ def check_method(method: Method | str | None) -> Method:
     raise ValueError(f"method must be a Method such as {suggestion}, not {sort} {method!r}")
 
 
-def bind_method(method: Method, job: Job) -> Work:
-    """Bind a method to a job, and check what it returns."""
-    work = method.bind(job)
-    if not isinstance(work, Work):
-        raise ValueError(
-            f"{type(method).__name__}.bind returned a {type(work).__name__}: derive its class from hl.extend.Work, "
-            "with units(self, epoch, done=0, examples=0)"
-        )
-    return work
-
-
 def check_gradients(gradients: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:
     """The object that combines gradients: the user's, one around the user's function, or the usual sum."""
     if isinstance(gradients, type):
@@ -222,8 +227,8 @@ def check_optimizer(
     return OwnOptimizer(optimizer)
 
 
-def check_schedule(schedule: Schedule | str | MakeScheduler, every: str) -> MakeScheduler | None:
-    """The user's function that makes a scheduler. None for a `Schedule` or its name, which is one of the settings."""
+def check_schedule(schedule: Schedule | str | MakeScheduler, every: Literal["epoch", "step"]) -> OwnSchedule | None:
+    """The user's schedule. None for a `Schedule` or its name, which is one of the settings."""
     if every not in ("epoch", "step"):
         raise ValueError(f"schedule_every must be 'epoch' or 'step', not {every!r}")
     if isinstance(schedule, Schedule | str):
@@ -238,7 +243,46 @@ def check_schedule(schedule: Schedule | str | MakeScheduler, every: str) -> Make
             f"schedule must be a function of the optimizer, not {type(schedule).__name__}: write schedule=lambda "
             f"optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 10), or schedule='cosine'"
         )
-    return schedule
+    return OwnSchedule(schedule, every)
+
+
+def check_settings(
+    optimizer: str | torch.optim.Optimizer | MakeOptimizer,
+    schedule: Schedule | str | MakeScheduler,
+    given: Mapping[str, Any],
+    *,
+    out: Path | str | None,
+) -> TrainSettings:
+    """The settings of training. Fields that the user's own optimizer or schedule decides keep their defaults.
+
+    optimizer, schedule: as they were checked. given: all other fields that the user gave.
+    """
+    values = dict(given)
+    if isinstance(optimizer, str):
+        values["optimizer"] = optimizer
+    elif isinstance(optimizer, torch.optim.Optimizer):
+        first_group = optimizer.param_groups[0]
+        values |= {name: float(first_group[name]) for name in ("lr", "weight_decay") if name in first_group}
+    if isinstance(schedule, Schedule | str):
+        values["schedule"] = schedule
+    checked = TrainSettings(**values)
+    if checked.overwrite and out is None:
+        raise ValueError("overwrite=True replaces the run in out=: give out=, or leave it out")
+    return checked
+
+
+def check_task(task: Task | TaskSettings | str | None) -> Task | TaskSettings | None:
+    """The task as an object. None: the default of the labels."""
+    if task is None or isinstance(task, Task | TaskSettings):
+        return task
+    if task == "classification":
+        return Classification()
+    if task == "regression":
+        return Regression()
+    raise ValueError(
+        f"task must be 'classification', 'regression', an hl.Classification, an hl.Regression or an hl.extend.Task, "
+        f"not {task!r}"
+    )
 
 
 def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
@@ -251,13 +295,39 @@ def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
     return list(callbacks)
 
 
-def check_metric_mode(mode: Mode | None, *, own_metric: bool) -> Mode | None:
-    """The mode of the metric. own_metric: whether the user's own code computes the metrics."""
-    if mode is not None and mode not in get_args(Mode):
-        raise ValueError(f"metric_mode must be 'max' or 'min', not {mode!r}")
-    if mode == "min" and not own_metric:
-        raise ValueError("metric_mode='min' is for a metric of your own: give test_step=, or leave it out")
-    return mode
+def check_data(
+    data: Dataset, settings: TrainSettings, train_step: TrainStep | None, test_step: TestStep | None
+) -> None:
+    """Refuse splits and labels that the run cannot train on, or evaluate."""
+    valid_ids = data.splits.get("valid")
+    has_valid = valid_ids is not None and valid_ids.numel() > 0
+    if settings.patience is not None and not has_valid:
+        raise ValueError(
+            f"patience={settings.patience} needs a validation metric, and the dataset has no 'valid' split: "
+            "add one, or leave out patience="
+        )
+    splits_to_check = []
+    if train_step is None:
+        splits_to_check.append("train")
+    if test_step is None:
+        splits_to_check += ["valid", "test"]
+    check_training(data, splits_to_check)
+
+
+def check_same_weights(gradients: Gradients, model: nn.Module, world: World, epoch: int) -> None:
+    """Refuse gradients of the user's own that gave ranks different weights in an epoch. Collective.
+
+    Only the first rank's weights are evaluated, so all ranks must have the same. The usual sum does
+    give the same.
+    """
+    is_usual_sum = type(gradients) is Gradients
+    if is_usual_sum or have_same_bits(model.parameters(), world):
+        return
+    raise ValueError(
+        f"after epoch {epoch} the ranks have different weights, and {name_of(gradients)} combines their "
+        "gradients: let combine leave the same gradients on every rank, added in the same order, or bring the "
+        "weights together in after_epoch"
+    )
 
 
 class InPlaceChangeCheck:

@@ -1,6 +1,6 @@
 """The learning rate over the epochs: a warm-up, then a schedule of torch, both stepped once per epoch.
 
-`OwnScheduler` steps a scheduler of torch that a function of the user has made.
+`OwnScheduler` steps a scheduler of torch that a function of the user has made (`OwnSchedule`).
 
 On a GPU the rate of a parameter group may be a tensor that a captured optimizer step reads. Such a tensor
 is changed in place, and never read on the host.
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 from hopline.metrics import Mode
+from hopline.training.optimizer import describe_call
 from hopline.training.settings import EVERY, Schedule
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -121,6 +122,22 @@ class Scheduler:
                     group["lr"] = max(group["lr"], self.floor)
 
 
+class OwnSchedule:
+    """The user's function that makes a scheduler of torch, and when to step that one: every "epoch" or "step"."""
+
+    def __init__(self, make: MakeScheduler, every: Literal["epoch", "step"]) -> None:
+        self.make = make
+        self.every: Literal["epoch", "step"] = every
+        self.name = describe_call(make)
+        """Of the function until it has made a scheduler, then of that one's class."""
+
+    def scheduler(self, optimizer: Optimizer, mode: Mode | None) -> OwnScheduler:
+        """The scheduler of an optimizer. mode: as `OwnScheduler` takes it."""
+        scheduler = OwnScheduler(self.make, optimizer, self.every, mode)
+        self.name = type(scheduler.scheduler).__name__
+        return scheduler
+
+
 class OwnScheduler:
     """A scheduler of torch, made by a function of the user and stepped after every epoch or every step.
 
@@ -148,10 +165,6 @@ class OwnScheduler:
                 f"ReduceLROnPlateau has mode={self.plateau.mode!r}, and what it goes by is best at its {mode}: make it "
                 f"with mode={mode!r}"
             )
-
-    @property
-    def name(self) -> str:
-        return type(self.scheduler).__name__
 
     def after_step(self) -> None:
         if self.every == "step":

@@ -21,7 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
+from hopline.contract import Job
 from hopline.device.cuda_graph import CapturedCall
+from hopline.nn.gnn import GNN
+from hopline.training.settings import TrainSettings
 from hopline.util import trace
 
 WARM_UP_STEPS = 2
@@ -143,6 +146,22 @@ def split_decay(module: nn.Module, rest: Iterable[nn.Parameter], decay: float, d
         ([p for p in parameters if id(p) not in rest_ids], decay),
         ([p for p in parameters if id(p) in rest_ids], decay_rest),
     ]
+
+
+def optimizer_of(job: Job, settings: TrainSettings, own: OwnOptimizer | None) -> torch.optim.Optimizer:
+    """The optimizer that the settings ask for, over a job's model. own: the user's, in place of a name."""
+    rest_parameters = []
+    if settings.weight_decay_rest is not None:
+        if not isinstance(job.model, GNN):
+            raise ValueError(
+                f"weight_decay_rest= is for the last layer, and {type(job.module).__name__} is not made of layers: "
+                "leave it out, or use hl.nn.GNN or a PyG model such as GCN"
+            )
+        rest_parameters = job.model.rest_parameters()
+    decays = split_decay(job.module, rest_parameters, settings.weight_decay, settings.weight_decay_rest)
+    if own is not None:
+        return own.make(decays, settings.lr)
+    return make_optimizer(settings.optimizer, decays, settings.lr)
 
 
 class Update:

@@ -56,6 +56,11 @@ def total_size(units: Sequence[Unit], world: World) -> float:
     return int(world.sum([own_size])[0])
 
 
+def total_weight(units: Sequence[Unit], world: World) -> float:
+    """What the examples of a whole step weigh together. A collective call."""
+    return world.sum([sum(unit.weight for unit in units)])[0]
+
+
 def align_groups(groups: Generator[list[Unit], None, None], world: World) -> Generator[list[Unit], None, None]:
     """The groups of units of an epoch: on every rank the same number of groups, of the same lengths.
 

@@ -3,31 +3,30 @@
     WatchBudget     predicted and measured memory of the steps of each epoch
     WatchPipeline   the bottleneck of each epoch, and advice at the end
     ShowProgress    a progress bar, and a line per epoch
-    WriteReport     the records of epochs and evaluations
+    WatchHistory    how stale historical embeddings were
 
-`WatchBudget` and `WatchPipeline` run on all ranks, the other two on the first rank. Only the first rank of
-a run with a folder has a report. A callback with `report=None` writes no records.
+`run_folder.WriteReport` writes the records of epochs and evaluations.
+
+All but `ShowProgress` run on all ranks. Only the first rank of a run with a folder has a report. A callback
+with `report=None` writes no records.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import statistics
 from collections import deque
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 
 from hopline import ops
 from hopline.nn.whole_module import edge_arrays_read
 from hopline.report.bottleneck import Explanation, Setup, explain
-from hopline.report.page import read_records, thin_out
-from hopline.report.writer import Report, write_text
+from hopline.report.page import thin_out
+from hopline.report.writer import Report
 from hopline.training.callbacks import Callback, EpochEnd, Evaluation, Run, StepEnd, format_seconds
-from hopline.training.run_facts import run_facts
-from hopline.util.config import format_size, plural
+from hopline.util.config import CHANGES_TRAINING, format_size, plural
 from hopline.util.progress import Progress, progress
 
 if TYPE_CHECKING:
@@ -40,6 +39,10 @@ largest of several steps."""
 LONG_S = 10.0
 """Seconds of training from which on a bottleneck is worth a line. A shorter run has little to gain. A rule
 of thumb."""
+MAX_DRIFT = 0.5
+"""Drift above which a run says that its histories are old. The most measured with embeddings a few steps
+old was 0.29, and the least with embeddings 16 steps old was 0.63. The drift does not predict accuracy
+(docs/history.md)."""
 SUMMED = ("split", "pieces", "resampled", "cut", "edges_cut", "over", "oom")
 """Counts in the record of the guard, which keeps steps within the budget. They are summed over ranks and
 epochs."""
@@ -57,7 +60,6 @@ class WatchBudget(Callback):
         self.records: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.records = []
         plan = trainer.plan
         if self.report is None or plan is None:
             return
@@ -144,8 +146,6 @@ class WatchPipeline(Callback):
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
-
-    def on_fit_start(self, trainer: Trainer) -> None:
         self.num_steps = 0
         self.epochs: list[_EpochTimes] = []
 
@@ -246,6 +246,77 @@ def _evaluation_advice(trainer: Trainer, run: Run) -> str:
     return f"evaluation: {share:.0%} of the run: set evaluate_every={max(2 * every, 5)} or evaluate=async"
 
 
+@dataclass(frozen=True, kw_only=True)
+class HistoryState:
+    """How stale the historical embeddings of a run were."""
+
+    drift: float
+    """How far embeddings moved while they waited in the tables, relative to their norm. Mean over the later
+    half of the run."""
+    age: float
+    """Mean age of the embeddings that batches read: steps since they were written."""
+    sentence: str = ""
+    """What is wrong, in at most 100 characters. Empty if nothing is."""
+    advice: str = ""
+    """What to type. Empty if nothing is wrong."""
+
+
+def history_state_of(drifts: list[float], age: float, refreshes: bool) -> HistoryState:
+    """Judge the staleness of a run.
+
+    drifts: one per epoch that measured it, in order. age: the mean age, in steps. refreshes: whether tables
+    are already filled exactly in every epoch.
+    """
+    # The later half alone: at the beginning of every run weights move fast, and embeddings with them.
+    drift = statistics.fmean(drifts[len(drifts) // 2 :])
+    if drift <= MAX_DRIFT:
+        return HistoryState(drift=drift, age=age)
+    remedies = "a smaller lr= or a larger method.parts_per_batch"
+    if not refreshes:
+        remedies = f"method.refresh_every=1, {remedies}"
+    return HistoryState(
+        drift=drift,
+        age=age,
+        sentence=f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait",
+        advice=f"set {remedies} {CHANGES_TRAINING}",
+    )
+
+
+class WatchHistory(Callback):
+    """Says at the end of a run if its historical embeddings were too stale.
+
+    Each epoch counts two things (`EpochEnd.counters`): the drift, how far embeddings have moved between two
+    writes relative to their norm, and the age of the embeddings that batches read. Does nothing for methods
+    without them.
+    """
+
+    def __init__(self, report: Report | None = None) -> None:
+        self.report = report
+        self.history_state: HistoryState | None = None
+        """The verdict. None before the end of a run."""
+        self.drifts: list[float] = []
+        self.age_sum = 0.0
+        """Sum of the ages of all rows that batches read, in steps."""
+        self.num_rows = 0.0
+        """Number of rows that batches read."""
+
+    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
+        self.age_sum += epoch.counters.get("history.age_sum", 0.0)
+        self.num_rows += epoch.counters.get("history.rows", 0.0)
+        if "history.drift" in epoch.counters:
+            self.drifts.append(epoch.counters["history.drift"])
+
+    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
+        if not self.drifts:
+            return
+        mean_age = self.age_sum / max(1.0, self.num_rows)
+        self.history_state = history_state_of(self.drifts, mean_age, trainer.work.describe().refreshes)
+        if self.report is not None:
+            self.report.log({"event": "history", **asdict(self.history_state)})
+        if self.history_state.sentence:
+            trainer.say(f"{self.history_state.sentence}: {self.history_state.advice}")
+
+
 @dataclass(frozen=True)
 class _EpochLine:
     """An epoch whose line is not printed yet."""
@@ -270,8 +341,6 @@ class ShowProgress(Callback):
         """By epoch: its evaluation on the validation split."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        self.waiting.clear()
-        self.results = {}
         self._print(trainer, repr(trainer.data))
         if "split" in trainer.data.meta:
             self._print(trainer, f"split: {trainer.data.meta['split']}")
@@ -335,7 +404,6 @@ class ShowProgress(Callback):
         return "  ".join(columns)
 
     def _close(self) -> None:
-        """Close the progress bar, if there is one."""
         if self.context is not None:
             self.context.__exit__(None, None, None)
             self.context = self.bar = None
@@ -375,73 +443,3 @@ def format_changed(settings: Any) -> str:
         if value != field.default:
             changed.append(f"{field.name}={value!r}")
     return f"{type(settings).__name__}({', '.join(changed)})"
-
-
-class WriteReport(Callback):
-    """Writes the records of a run into metrics.jsonl."""
-
-    def __init__(self, report: Report) -> None:
-        self.report = report
-
-    def on_fit_start(self, trainer: Trainer) -> None:
-        self.report.log_once({"event": "start", **run_facts(trainer)})
-
-    def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
-        self.report.log({"event": "epoch", **vars(epoch)})
-
-    def on_evaluate_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        record: dict[str, Any] = {"event": "evaluate", **vars(evaluation)}
-        if evaluation.split == "valid" and trainer.best_is == "min":
-            record["best_is"] = "min"
-        self.report.log(record)
-
-    def drop_after(self, epoch: int) -> None:
-        """Remove the records of the epochs after `epoch`, the one that ended the run."""
-        path = self.report.folder / "metrics.jsonl"
-        lines = []
-        for record in read_records(path):
-            is_of_epoch = record.get("event") in ("epoch", "budget", "pipeline")
-            if not is_of_epoch or (record.get("epoch") or 0) <= epoch:
-                lines.append(json.dumps(record) + "\n")
-        write_text(path, "".join(lines))
-
-    def on_fit_end(self, trainer: Trainer, run: Run) -> None:
-        self.report.log(
-            {
-                "event": "end",
-                "epochs": run.epochs,
-                "dropped": run.dropped,
-                "best_epoch": run.best_epoch,
-                "reason": run.reason,
-                "valid": {run.metric: run.valid},
-                "test": {run.metric: run.test},
-                "peak_rss_bytes": run.peak_bytes.get("host"),
-                "peak_device_bytes": run.peak_bytes.get("device"),
-                "seconds": run.seconds,
-                "stages": [vars(region) for region in run.stages],
-            }
-        )
-
-
-def peak_bytes(device: torch.device) -> dict[str, int]:
-    """Peak memory of this process so far, in bytes: "host", and "device" if that is a GPU."""
-    peaks = {"host": peak_memory_bytes()}
-    if device.type == "cuda":
-        # Reserved, not allocated: other processes cannot use it. Measuring steps for a budget resets the
-        # peak to the bytes reserved at that time, which changes little: torch seldom gives them back.
-        peaks["device"] = torch.cuda.max_memory_reserved(device)
-    return peaks
-
-
-def peak_memory_bytes() -> int:
-    """Peak resident memory of this process so far.
-
-    On systems without `resource`: the current resident memory.
-    """
-    try:
-        import resource
-    except ImportError:
-        return psutil.Process().memory_info().rss
-    # `ru_maxrss` is in bytes on macOS, and in KiB on Linux.
-    unit_bytes = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

@@ -2,7 +2,8 @@
 
     run_facts         sizes, model, method, device: the record "start" of the report
     stored_settings   all settings, and which were changed: config.json
-    settings_of       data, method, settings, model: compared when a run is resumed (`checkpoint.identity`)
+    settings_of       data, method, settings, model: compared when a run is resumed (`checkpoint.identity`),
+    Fingerprints      and so are the data's arrays, the model's code and the user's
 
 `check_trainer_ranks` compares the ranks of a run, before it begins.
 
@@ -13,20 +14,23 @@ it, since a plan changes nothing of what is learnt.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hopline.contract import Method, TrainStep
-from hopline.data.dataset import Dataset
+from hopline.contract import Method
 from hopline.data.fingerprint import before_features
 from hopline.data.inputs import Inputs
 from hopline.distributed.gradients import CombinedBy, Gradients
 from hopline.methods.sampled.settings import Sampled
+from hopline.metrics import Mode, find
 from hopline.nn.structure import parts_of, parts_of_function
 from hopline.nn.whole_module import edge_arrays_read
 from hopline.report.settings import changed_keys
+from hopline.tasks.settings import TaskSettings
+from hopline.tasks.task import Task, TestStep, TrainStep
 from hopline.units.rank_facts import check_ranks, settings_or_repr
 from hopline.util.config import kind_of, to_dict
 
@@ -79,7 +83,7 @@ def own_settings(trainer: Trainer) -> dict[str, str]:
     """Names of the optimizer and the schedule of the user's own, in place of those settings."""
     own = {} if trainer.own_optimizer is None else {"optimizer": trainer.own_optimizer.name}
     if trainer.own_schedule is not None:
-        own["schedule"] = f"{trainer.schedule_name}, after every {trainer.schedule_every}"
+        own["schedule"] = f"{trainer.own_schedule.name}, after every {trainer.own_schedule.every}"
     return own
 
 
@@ -91,6 +95,7 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         "method": {"kind": type(method).__name__} | settings_or_repr(method),
         "train": to_dict(trainer.settings) | own_settings(trainer),
         "gradients": gradients_of(trainer.gradients),
+        "task": task_facts(trainer.requested_task),
         "model": repr(trainer.model),
     }
 
@@ -103,8 +108,8 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     """
     settings = settings_of(trainer)
     data = trainer.data
-    inputs = Inputs.of(data, edge_arrays_read(trainer.job.model, data.edge_arrays)).to_dict()
-    of_data = {"inputs": inputs, "contents": before_features(trainer.contents, data)}
+    inputs = Inputs.of(data, edge_arrays_read(trainer.job.model, data.edge_arrays), trainer.task).to_dict()
+    of_data = {"inputs": inputs, "contents": before_features(trainer.fingerprints.contents, data)}
     own_gradients: dict[str, Any] = {}
     changed: list[str] = []
     if type(trainer.gradients) is not Gradients:
@@ -125,25 +130,56 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     return {"config": settings, "changed": changed, **of_data}
 
 
-def fingerprints(
-    model: nn.Module, data: Dataset, code: Mapping[str, Any]
-) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """(fingerprints of the dataset's arrays, fingerprints of the model and of the user's code), all by name.
+@dataclass(frozen=True)
+class Fingerprints:
+    """Texts by name that are equal if data and code are. Empty for a run without a folder.
 
     Taken before training, because a module may count something while it trains.
-
-    code: functions, classes and objects by name, such as "train_step". The model is added as "model". Its
-    fingerprint is apart from its weights.
     """
-    parts = {name: parts_of_function(name, what, model) for name, what in code.items()}
-    return data.contents(), {"model": parts_of(model), **parts}
+
+    contents: Mapping[str, str] = field(default_factory=dict)
+    """Of the dataset's arrays."""
+    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Of "model", apart from its weights, and of the user's functions, classes and objects."""
+
+    @classmethod
+    def of(
+        cls, trainer: Trainer, train_step: TrainStep | None, test_step: TestStep | None, gradients: Any
+    ) -> Fingerprints:
+        """The fingerprints of a trainer's model and data, and of the user's code.
+
+        train_step, test_step, gradients: as they were given.
+        """
+        model = trainer.model
+        own: dict[str, Any] = {
+            "train_step": train_step,
+            "test_step": test_step,
+            "gradients": gradients,
+            "method": type(trainer.requested_method),
+            "Trainer": type(trainer),
+        }
+        if trainer.own_optimizer is not None:
+            own["optimizer"] = trainer.own_optimizer.parts(model)
+        if trainer.own_schedule is not None:
+            own["schedule"] = trainer.own_schedule.make
+        code = {name: parts_of_function(name, what, model) for name, what in own.items()}
+        return cls(trainer.data.contents(), {"model": parts_of(model), **code})
 
 
-def check_trainer_ranks(trainer: Trainer, method: Method, train_step: TrainStep | None) -> None:
+def check_trainer_ranks(
+    trainer: Trainer,
+    method: Method,
+    train_step: TrainStep | None,
+    test_step: TestStep | None,
+    metric_mode: Mode | None,
+    *,
+    owns_world: bool,
+) -> None:
     """Refuse ranks whose Trainers were given different things. Collective, and free for a single process.
 
     `out`, callbacks, the placement and `config` are not compared. method: as it was given, since defaults depend on
-    the model and the graph, whose difference shall be named.
+    the model and the graph, whose difference shall be named. owns_world: False for the world of a user, who may go
+    on with it.
     """
     budget = trainer.budget
     settings = {
@@ -153,12 +189,30 @@ def check_trainer_ranks(trainer: Trainer, method: Method, train_step: TrainStep 
         "budget": None if budget is None else to_dict(budget),
         "gradients": gradients_of(trainer.gradients),
         "train_step": _function_name(train_step),
-        "test_step": _function_name(trainer.test_step),
-        "metric_mode": trainer.metric_mode,
+        "test_step": _function_name(test_step),
+        "metric_mode": metric_mode,
+        "task": task_facts(trainer.requested_task),
     }
     data = trainer.data
     splits = {f"the split {name!r}": ids for name, ids in data.splits.items()}
-    check_ranks(trainer.world, f"hl.{type(trainer).__name__}", data, splits, settings, trainer.model)
+    try:
+        check_ranks(trainer.world, f"hl.{type(trainer).__name__}", data, splits, settings, trainer.model)
+    except ValueError:
+        if owns_world:
+            trainer.world.close()
+        raise
+
+
+def task_facts(task: Task | TaskSettings | None) -> dict[str, Any] | str | None:
+    """A task as the user asked for it, in plain JSON values. A metric that is a function is named."""
+    if task is None:
+        return None
+    if isinstance(task, Task):
+        return type(task).__qualname__
+    facts = {"kind": kind_of(type(task))} | to_dict(task)
+    if callable(facts["metric"]):
+        facts["metric"] = find(facts["metric"]).name
+    return facts
 
 
 def _function_name(function: Callable[..., Any] | None) -> str | None:

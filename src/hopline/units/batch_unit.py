@@ -1,8 +1,8 @@
 """The unit of one batch, and the precision in which it runs.
 
-A unit returns its loss summed over its seeds. It scales its gradients by 1 / total, where total is the
-number of seeds of the step on all ranks. The gradients of units and ranks then add up to those of the mean
-over the step.
+A unit returns its loss summed over its examples. It scales its gradients by 1 / total, where total is the
+number of examples of the step on all ranks, or the sum of their weights. The gradients of units and ranks then
+add up to those of the mean over the step.
 """
 
 from __future__ import annotations
@@ -32,15 +32,20 @@ class BatchUnit(Unit):
     def total_size(self) -> float | None:
         return self.batch.total_seeds
 
+    @property
+    def weight(self) -> float:
+        return self.job.weight_of(self.batch)
+
     def forward_backward(self, total: float) -> Tensor:
         job = self.job
+        weight = self.weight
         if not self.size:  # the last step of an epoch may have fewer seeds than there are ranks
             return torch.zeros((), device=job.device)
         with autocast(job), trace.span("forward", job.device):
-            loss = job.train_step(job.model, self.batch)
+            loss = job.task.loss(job.model, self.batch)
         with trace.span("backward", job.device):
-            (loss * (self.size / total)).backward()
-        return loss.detach() * self.size
+            (loss * (weight / total)).backward()
+        return loss.detach() * weight
 
 
 def autocast(job: Job) -> torch.autocast:

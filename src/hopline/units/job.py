@@ -8,12 +8,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from hopline.contract import Job, TrainStep
+from hopline.contract import Job
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole, as_batch_model
-from hopline.units.losses import check_loss_of, supervised_loss
+from hopline.tasks.own_steps import OwnSteps
+from hopline.tasks.settings import DEFAULT_TASKS, TaskSettings
+from hopline.tasks.task import Task, TestStep, TrainStep
 
 
 def make_job(
@@ -22,7 +24,9 @@ def make_job(
     *,
     model: GNN | Whole | None = None,
     train_ids: Tensor | None = None,
+    task: Task | TaskSettings | None = None,
     train_step: TrainStep | None = None,
+    test_step: TestStep | None = None,
     seed: int = 0,
     device: torch.device | None = None,
     bf16: bool = False,
@@ -32,24 +36,43 @@ def make_job(
     """The job of a user's module on a dataset.
 
     model: the module as the library runs it, called with a batch; None to make it here. train_ids: None for
-    the training split. train_step: None for the usual loss of the task. device: None for the CPU. world:
+    the training split. task, train_step, test_step: as `bind_task` takes them. device: None for the CPU. world:
     None for a single process.
     """
-    step = supervised_loss(data.task, data.num_classes) if train_step is None else check_loss_of(train_step)
-    device = torch.device("cpu") if device is None else device
+    train_ids = data.train_ids if train_ids is None else train_ids
     return Job(
         data=data,
         model=as_batch_model(module) if model is None else model,
         module=module,
-        train_ids=data.train_ids if train_ids is None else train_ids,
-        train_step=step,
-        usual_loss=train_step is None,
+        train_ids=train_ids,
+        task=bind_task(task, data, train_ids, train_step, test_step),
         seed=seed,
-        device=device,
+        device=torch.device("cpu") if device is None else device,
         bf16=bf16,
         world=World.alone() if world is None else world,
         say=say,
     )
+
+
+def bind_task(
+    task: Task | TaskSettings | None,
+    data: Dataset,
+    train_ids: Tensor,
+    train_step: TrainStep | None = None,
+    test_step: TestStep | None = None,
+) -> Task:
+    """The task of a run. Collective for a dataset in shards.
+
+    task: the user's, or settings; None for the default of the labels. train_step, test_step: functions of the user's
+    in place of its loss and evaluation.
+    """
+    if task is None:
+        task = DEFAULT_TASKS[data.task]
+    if isinstance(task, TaskSettings):
+        task = task.bind(data.label_facts(train_ids))
+    if train_step is None and test_step is None:
+        return task
+    return OwnSteps(task, train_step, test_step)
 
 
 def for_copy(job: Job, module: nn.Module, data: Dataset | None = None) -> Job:

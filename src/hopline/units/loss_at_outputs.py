@@ -82,7 +82,7 @@ def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> Ou
     # shares its parameters with `job.module`, the user's own.
     leaf = outputs.detach().requires_grad_()
     with torch.enable_grad(), patch_outputs(job.model, batch, leaf):
-        loss = job.train_step(job.model, batch) * batch.num_seeds
+        loss = job.task.loss(job.model, batch) * job.weight_of(batch)
     parameters = [p for p in job.module.parameters() if p.requires_grad]
     output_gradients, *gradients = torch.autograd.grad(loss * scale, [leaf, *parameters], allow_unused=True)
     if output_gradients is None:
@@ -145,7 +145,4 @@ class SeedRows(Rows):
     """The rows of seeds. They are read, and moved to the seeds' device, if a training step asks for them."""
 
     def read(self) -> Tensor:
-        # `tiers` is None if kernels on the device cannot read the table. The host reads it then.
-        is_read_on_device = self.table.tiers(self.ids.device) is not None
-        ids = self.ids if is_read_on_device else self.ids.cpu()
-        return self.table.read(ids).to(self.ids.device)
+        return self.read_on(self.ids.device)

@@ -28,6 +28,10 @@ class MeasuredUnit(Unit):
         return self.unit.size
 
     @property
+    def weight(self) -> float:
+        return self.unit.weight
+
+    @property
     def total_size(self) -> float | None:
         return self.unit.total_size
 

@@ -26,11 +26,13 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def num_cores(cgroup: Path = CGROUP) -> int:
     """The number of cores that this process may use, by its affinity and the CPU limit of its container."""
-    if hasattr(os, "sched_getaffinity"):
-        allowed = len(os.sched_getaffinity(0))
-    else:
-        allowed = os.cpu_count() or 1
+    allowed = len(allowed_cores()) or os.cpu_count() or 1
     return min(allowed, _cgroup_cores(cgroup) or allowed)
+
+
+def allowed_cores() -> list[int]:
+    """The cores that this process may run on, sorted. Empty if the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 _worked_in: set[int] = set()
@@ -319,7 +321,6 @@ def keep_freed_memory() -> bool:
 
 
 def _set_thresholds(library: ctypes.CDLL, *, max_block_bytes: int, max_free_bytes: int) -> None:
-    """Set the size of the largest freed block that stays, and the most free memory at the end of the heap."""
     library.mallopt(_M_TRIM_THRESHOLD, max_free_bytes)
     library.mallopt(_M_MMAP_THRESHOLD, max_block_bytes)
 

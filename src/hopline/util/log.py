@@ -7,17 +7,11 @@ print messages on standard output, through `print_messages`.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 logger = logging.getLogger("hopline")
-
-
-class _StdoutHandler(logging.Handler):
-    """Prints messages as plain lines on standard output, in order with other lines that are printed."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), flush=True)
 
 
 @contextmanager
@@ -31,7 +25,7 @@ def print_messages(enabled: bool = True) -> Iterator[None]:
     if not enabled or is_shown:
         yield
         return
-    handler = _StdoutHandler()
+    handler = logging.StreamHandler(sys.stdout)
     level_before = logger.level
     propagate_before = logger.propagate
     logger.addHandler(handler)

@@ -41,6 +41,7 @@ class Progress:
 
     def info(self, **values: Any) -> None:
         """Report values to show next to the progress."""
+        self.advance(0, **values)
 
     def close(self, completed: bool) -> None:
         """Show the final state. completed: False if an error or an interruption ended the work."""
@@ -121,10 +122,6 @@ class _Lines(Progress):
                 parts.append(f"{_format_clock(remaining_s)} left")
             self._write(*parts)
 
-    def info(self, **values: Any) -> None:
-        with self._lock:
-            self._values |= values
-
     def close(self, completed: bool) -> None:
         if self._brief and completed:
             return
@@ -187,9 +184,6 @@ class _Bar(Progress):
                 self._display.update(self._task_id, advance=n)
                 self._display.draw()
 
-    def info(self, **values: Any) -> None:
-        self.advance(0, **values)
-
     def close(self, completed: bool) -> None:
         with _lock:
             self._display.stop_task(self._task_id)
@@ -222,13 +216,11 @@ class _StatusColumn(ProgressColumn):
 
 
 def _format_amount(num_done: float, total: int | None, unit: str) -> str:
-    """An amount such as "1,024/4,096 batches"."""
     of_total = "" if total is None else f"/{total:,}"
     return f"{round(num_done):,}{of_total} {unit}".rstrip()
 
 
 def _format_rate(per_second: float, unit: str) -> str:
-    """A rate such as "12.5 batches/s"."""
     number = f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
     return f"{number} {unit}/s" if unit else f"{number}/s"
 
@@ -241,7 +233,6 @@ def _format_clock(duration_s: float) -> str:
 
 
 def _format_values(values: Mapping[str, Any]) -> str:
-    """Values with their names, such as "loss 0.71, lr 0.01"."""
     return ", ".join(f"{name} {_format_value(value)}" for name, value in values.items())
 
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -33,6 +34,37 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"{self.name}: resume=True continues from the last checkpoint")
 
 
+@contextmanager
+def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Generator[None]:
+    """A context in which a function handles `SIGNALS`. At its end the handlers of before are installed again.
+
+    Python delivers signals to the main thread alone. In another thread the context does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers_before: dict[int, Any] = {}
+    hook_before = sys.unraisablehook
+
+    def report_unraisable(dropped: sys.UnraisableHookArgs) -> None:
+        # `Interrupted` needs no report: its signal was noted.
+        if not isinstance(dropped.exc_value, Interrupted):
+            hook_before(dropped)
+
+    try:
+        for number in SIGNALS:
+            # A signal that the process was started to ignore (nohup) stays ignored. A handler that Python did not
+            # install (None) stays too, because Python could not install it again afterwards.
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                handlers_before[number] = signal.signal(number, handler)
+        sys.unraisablehook = report_unraisable
+        yield
+    finally:
+        for number, handler_before in handlers_before.items():
+            signal.signal(number, handler_before)
+        sys.unraisablehook = hook_before
+
+
 class Signals:
     """A context that handles the signals of `SIGNALS`, in one of two modes:
 
@@ -40,8 +72,7 @@ class Signals:
         at_once=False    the first signal is only noted. After it, Ctrl-C raises `Interrupted`. The others
                          change nothing, since launchers may send the same notice twice.
 
-    `Checkpoints.hold_signals` sets the mode. At the end of the context the handlers of before are installed
-    again. Python delivers signals to the main thread alone. In another thread the context does nothing.
+    `Checkpoints.hold_signals` sets the mode. In a thread other than the main one the context does nothing.
     """
 
     def __init__(self) -> None:
@@ -50,28 +81,16 @@ class Signals:
         self.at_once = True
         """Whether every signal raises `Interrupted`. False while a trainer trains, where the work of a step
         would be lost."""
-        self._handlers_before: dict[int, Any] = {}
-        self._hook_before: Callable[[sys.UnraisableHookArgs], Any] | None = None
+        self._handlers = handle_signals(self._note)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
-                # A signal that the process was started to ignore (nohup) stays ignored. A handler that
-                # Python did not install (None) stays too, because Python could not install it again
-                # afterwards.
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self._handlers_before[number] = signal.signal(number, self._note)
-            self._hook_before = sys.unraisablehook
-            sys.unraisablehook = self._report_unraisable
+        self._handlers.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._handlers_before.items():
-            signal.signal(number, handler)
-        if self._hook_before is not None:
-            sys.unraisablehook = self._hook_before
+        self._handlers.__exit__(kind, error, trace)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The signal handler: note the first signal, and raise `Interrupted` if the mode asks for it."""
@@ -83,8 +102,3 @@ class Signals:
             # Python drops an exception that is raised while it deletes an object (`__del__`). Then
             # `received` is set, and the run ends after its next step.
             raise Interrupted(number)
-
-    def _report_unraisable(self, dropped: sys.UnraisableHookArgs) -> None:
-        """Report an exception that Python dropped, unless it is `Interrupted`, which `received` has noted."""
-        if self._hook_before is not None and not isinstance(dropped.exc_value, Interrupted):
-            self._hook_before(dropped)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from hopline.data import from_edges
+from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.formats.dgl import from_dgl
 from hopline.data.formats.dgl_stream import ARRAY, read_graph, read_tensors
@@ -106,7 +106,7 @@ def test_original_ids_in_the_files_are_taken(archive: Path, tmp_path: Path, capl
     assert "ids=FILE" not in caplog.text
     assert not list(tmp_path.glob(".dgl-*"))
     verify(tmp_path / "out")
-    with pytest.raises(ValueError, match="has the original ids itself: leave out ids="):
+    with pytest.raises(ValueError, match="leave out ids="):
         from_dgl(archive / "original_ids", ids=archive / "original_ids" / "nodes.npy")
 
 
@@ -146,7 +146,7 @@ def test_ids_that_are_no_numbering_of_the_nodes_are_refused(archive: Path, tmp_p
     (tmp_path / "ids.pt").write_bytes(b"no tensor")
     with pytest.raises(ValueError, match="cannot be read as an"):
         from_dgl(archive / "metis", ids=tmp_path / "ids.pt")
-    with pytest.raises(ValueError, match="is a folder: give a file"):
+    with pytest.raises(ValueError, match="is a folder"):
         from_dgl(archive / "metis", ids=tmp_path)
 
 
@@ -154,9 +154,9 @@ def test_what_cannot_be_read_is_refused_with_a_sentence(archive: Path, metis: Pa
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "torn.json").write_text("{")
     assert dgl_config(tmp_path) is None
-    with pytest.raises(ValueError, match="no graph partitioned by DGL"):
+    with pytest.raises(ValueError, match="partitioned by DGL"):
         from_dgl(tmp_path)
-    with pytest.raises(ValueError, match=r"2 types in its node_map.*to_homogeneous"):
+    with pytest.raises(ValueError, match=r"2 types .*to_homogeneous"):
         from_dgl(archive / "typed")
     config = metis / "graph.json"
     fields = json.loads(config.read_text())
@@ -187,9 +187,7 @@ def test_another_version_of_the_format_is_refused_by_name(metis: Path) -> None:
     content = bytearray(path.read_bytes())
     content[8] = 3
     path.write_bytes(content)
-    with pytest.raises(
-        ValueError, match="in version 3 of DGL's format, and hopline reads one graph of kind 2 in version 2"
-    ):
+    with pytest.raises(ValueError, match=r"version 3 .*kind 2 in version 2"):
         from_dgl(metis)
 
 
@@ -242,5 +240,5 @@ def test_damaged_files_are_refused_and_never_allocate_more_than_they_hold(
 def test_a_column_that_one_part_lacks_is_refused(metis: Path) -> None:
     path = metis / "part1" / "node_feat.dgl"
     path.write_bytes(path.read_bytes().replace(b"_N/year", b"_N/tear"))
-    with pytest.raises(ValueError, match=r"node_feat.dgl does not fit .*other columns than the parts before"):
+    with pytest.raises(ValueError, match=r"node_feat\.dgl .*other columns"):
         from_dgl(metis)

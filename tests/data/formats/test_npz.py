@@ -55,7 +55,7 @@ def test_real_graphs_keep_what_is_theirs(real_data: Path) -> None:
     assert from_npz(real_data / "rdf_aifb.npz").graph.edge["type"].max() == 44
     assert from_npz(real_data / "temporal_collegemsg.npz").graph.edge["time"].dtype == torch.int64
     assert "node_year" in from_npz(real_data / "ogbn_arxiv_nofeat.npz").tables
-    with pytest.raises(ValueError, match=r"hetero_dblp\.npz has several node types"):
+    with pytest.raises(ValueError, match=r"hetero_dblp\.npz .*several node types"):
         from_npz(real_data / "hetero_dblp.npz")
 
 
@@ -78,14 +78,14 @@ def test_a_graph_without_split_gets_a_seeded_one(tmp_path: Path) -> None:
 
 
 def test_damaged_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"There is no file .*nothing\.npz: check the path"):
+    with pytest.raises(ValueError, match=r"nothing\.npz: check the path"):
         from_npz(tmp_path / "nothing.npz")
     path = tmp_path / "g.npz"
     np.savez(path, edge_index=np.arange(600, dtype=np.int32).reshape(2, 300))
     data = path.read_bytes()
     for damaged in (b"", b"not a zip", data[:-30], data[:200] + bytes(100) + data[300:]):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"g\.npz is damaged or not an \.npz of plain arrays"):
+        with pytest.raises(ValueError, match=r"g\.npz is damaged"):
             from_npz(path)
     np.savez(path, edge_index=np.array([object()]))
     with pytest.raises(ValueError, match="is damaged or not"):
@@ -109,13 +109,13 @@ def test_a_zip_bomb_is_refused_before_it_is_allocated(tmp_path: Path, monkeypatc
     try:
         for shape in ((2, 10**12), (2, 10**30), (2, 3), (-2, 10), (0, 10**30)):
             write_archive(path, shape, 1 << 20)
-            with pytest.raises(ValueError, match=r"bomb\.npz is damaged .*edge_index\.npy says that it has"):
+            with pytest.raises(ValueError, match=r"bomb\.npz is damaged .*edge_index\.npy"):
                 from_npz(path)
         write_archive(path, (2, 1 << 22), 1 << 26)
         assert path.stat().st_size < 1 << 17
         monkeypatch.setattr(npz, "host_memory", lambda: SimpleNamespace(available=1 << 25))
         tracemalloc.reset_peak()
-        with pytest.raises(ValueError, match=r"bomb\.npz unpacks to 64 MiB, and 32 MiB of memory are free"):
+        with pytest.raises(ValueError, match=r"bomb\.npz .*64 MiB.* 32 MiB"):
             from_npz(path)
         assert tracemalloc.get_traced_memory()[1] < 1 << 24
     finally:
@@ -149,7 +149,7 @@ def test_a_hundred_damaged_files_are_refused_or_read_as_they_were(tmp_path: Path
 
 def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "g.npz")  # to open it would wait for ever
-    with pytest.raises(ValueError, match=r"g\.npz is a pipe or a device: give a file"):
+    with pytest.raises(ValueError, match=r"g\.npz is a pipe"):
         from_npz(tmp_path / "g.npz")
-    with pytest.raises(ValueError, match=r"g\.npz is a pipe or a device: give a file"):
+    with pytest.raises(ValueError, match=r"g\.npz is a pipe"):
         open_dataset(tmp_path / "g.npz")

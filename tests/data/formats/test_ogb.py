@@ -30,8 +30,7 @@ def test_both_layouts_are_read(binary: bool, to_folder: bool, tmp_path: Path, ma
     assert dataset.x.dtype == torch.float32
     expected = arrays["node-label"][:, 0].copy()
     expected[0] = -1 if binary else expected[0]
-    assert dataset.y is not None
-    assert dataset.y.tolist() == expected.tolist()
+    assert dataset.labels.tolist() == expected.tolist()
     assert {k: v.tolist() for k, v in dataset.splits.items()} == {"train": [1, 3], "valid": [5], "test": [7, 8, 9]}
     assert dataset.tables["node_year"].read(torch.arange(12)).reshape(-1).tolist() == arrays["node_year"][:, 0].tolist()
     order = np.argsort(arrays["edge"][:, 1], kind="stable")
@@ -58,20 +57,20 @@ def test_multi_label_targets_and_edge_features_are_read(tmp_path: Path, make_ogb
 
 def test_what_is_no_ogb_folder_is_refused(tmp_path: Path, make_ogb_folder: MakeFolder) -> None:
     assert not is_ogb_folder(tmp_path)
-    with pytest.raises(ValueError, match=r"is not an OGB folder: it needs raw/edge\.csv\.gz or raw/data\.npz"):
+    with pytest.raises(ValueError, match=r"OGB folder.*raw/edge\.csv\.gz or raw/data\.npz"):
         from_ogb_folder(tmp_path)
     root = tmp_path / "ogbn_arxiv"
     make_ogb_folder(root, binary=True)
     (root / "raw" / "data.npz").write_bytes(b"PK nonsense")
-    with pytest.raises(ValueError, match=r"data\.npz cannot be unpacked"):
+    with pytest.raises(ValueError, match=r"data\.npz cannot"):
         from_ogb_folder(root)
     np.savez(root / "raw" / "data.npz", edge_index=np.zeros((2, 1), np.int64))
-    with pytest.raises(ValueError, match=r"data\.npz cannot be unpacked \('num_nodes_list'\)"):
+    with pytest.raises(ValueError, match=r"data\.npz cannot .*'num_nodes_list'"):
         from_ogb_folder(root)
     np.savez(root / "raw" / "data.npz", edge_index=np.zeros((2, 1), np.int64), num_nodes_list=[1])
     (root / "raw" / "node-label.npz").unlink()
-    with pytest.raises(ValueError, match=r"node-label\.npz cannot be unpacked"):
+    with pytest.raises(ValueError, match=r"node-label\.npz cannot"):
         from_ogb_folder(root)
     (root / "split" / "time" / "train.csv.gz").unlink()
-    with pytest.raises(ValueError, match="must hold one split folder"):
+    with pytest.raises(ValueError, match="one split folder"):
         from_ogb_folder(root)

@@ -48,12 +48,12 @@ def test_columns_can_be_chosen_named_and_numbered(reader: str, tmp_path: Path) -
     assert named["d"].tolist() == [2, 4]
     with_index = join_chunks(list(read_csv(tmp_path / "b.csv", header=(), delimiter=";")))
     assert {k: v.tolist() for k, v in with_index.items()} == {"0": [1, 3], "1": [2, 4]}
-    with pytest.raises(ValueError, match=r"has no column 'nam', only id, size, name.*Did you mean 'name'"):
+    with pytest.raises(ValueError, match=r"'nam', only id, size, name.*'name'"):
         list(read_csv(tmp_path / "a.csv", columns=["nam"]))
 
 
 def test_bad_files_are_named(reader: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"There is no file .*none\.csv: check the path"):
+    with pytest.raises(ValueError, match=r"none\.csv: check the path"):
         list(read_csv(tmp_path / "none.csv"))
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n")
     with pytest.raises(ValueError, match=r"a\.csv.*2") as caught:
@@ -69,7 +69,7 @@ def test_the_plain_reader_reads_in_chunks_and_names_the_line_of_an_error(
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n5,6\n7\n")
     chunks = read_csv(tmp_path / "a.csv")
     assert next(chunks)["a"].tolist() == [1, 3]
-    with pytest.raises(ValueError, match=r"a\.csv, line 5: 1 columns instead of 2"):
+    with pytest.raises(ValueError, match=r"a\.csv, line 5: 1 columns"):
         next(chunks)
 
 
@@ -88,10 +88,8 @@ def test_parquet_columns_and_lists_are_read(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ValueError, match="has no column 'y'"):
         list(read_parquet(path, columns=["y"]))
     parquet.write_table(arrow.table({"x": [[1.0], [2.0, 3.0]]}), path)
-    with pytest.raises(
-        ValueError, match=r"column 'x' has a list of 2 numbers in row 1 and of 1 before: make them equally long"
-    ):
+    with pytest.raises(ValueError, match=r"column 'x' .*2 numbers in row 1 .*1 before"):
         list(read_parquet(path))
     path.write_bytes(b"PAR1 nonsense")
-    with pytest.raises(ValueError, match="cannot be read as Parquet"):
+    with pytest.raises(ValueError, match="as Parquet"):
         list(read_parquet(path))

@@ -17,9 +17,8 @@ import hopline as hl
 from hopline.core.batch import Batch
 from hopline.distributed.world import World
 from hopline.shards.data import open_sharded
-from hopline.units.losses import supervised_loss
 from hopline.util.errors import PeerError
-from tests.support.helpers import dataset_of, randn, random_graph
+from tests.support.helpers import dataset_of, randn, random_graph, usual_task
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500), randn(80, 6))
 
@@ -56,7 +55,7 @@ def mean_and_deviation(model: nn.Module, batch: Batch) -> Tensor:
 
 def mortal(model: nn.Module, batch: Batch) -> Tensor:
     """The usual loss. The process dies at the step that the environment names, which is no part of the run."""
-    loss = supervised_loss(DATA.task, DATA.num_classes)(model, batch)
+    loss = usual_task(DATA.num_classes).loss(model, batch)
     if "DIES_AT_STEP" in os.environ:
         step = int(os.environ.get("STEP", "0")) + 1
         os.environ |= {"STEP": str(step), "STEP_STARTED": str(time.monotonic())}

@@ -140,7 +140,7 @@ def test_batch_norms_are_those_of_all_rows():
     assert runs[0]["weights"] == pytest.approx(runs[1]["weights"], rel=1e-8)
     with pytest.raises(ValueError, match="aggregation=sequential"):
         train(World.alone(), "gcn", {"aggregation": "sweep"}, norm="batch")
-    with pytest.raises(ValueError, match=r"BatchNorm1d looks at all rows at once, .* trim=true"):
+    with pytest.raises(ValueError, match=r"BatchNorm1d .*trim=true"):
         train(World.alone(), "gcn", {"trim": True}, norm="batch")
 
 
@@ -202,7 +202,7 @@ def test_differences_between_ranks_are_refused_before_the_first_step(tmp_path: P
     ]
     for message, name in zip(messages, names, strict=False):
         assert message.startswith(f"rank 1 and rank 0 differ in {name}")
-    assert "there are 3 shards and 2 processes" in messages[4]
+    assert "3 shards and 2 processes" in messages[4]
 
 
 def test_a_killed_rank_is_named_and_the_run_resumes_exactly(tmp_path: Path):
@@ -239,7 +239,7 @@ def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], m
 
 @pytest.mark.parametrize("settings", [{"compress": "bf16"}, {"compress": "bf16_both"}], ids=str)
 def test_compress_is_refused_in_one_process(settings: dict[str, Any]):
-    with pytest.raises(ValueError, match="is about rows that travel between ranks: set devices=2"):
+    with pytest.raises(ValueError, match="between ranks: set devices=2"):
         hl.Trainer(model_of("gcn"), DATA, hl.FullBatch(**settings), epochs=1, show=False)
 
 
@@ -276,5 +276,5 @@ def test_a_gpu_trains_as_the_cpu_does(kind: str, aggregation: str, _: int):
 def test_more_shards_than_nodes_are_refused_by_the_name_of_the_setting():
     graph = random_graph(num_nodes=20, num_edges=60)
     data = dataset_of(graph, randn(20, 6))
-    with pytest.raises(ValueError, match="num_shards=1000 is more than the 20 nodes: make it 20 or less"):
+    with pytest.raises(ValueError, match=r"num_shards=1000 .* 20 nodes"):
         hl.Trainer(gnn_of("plain"), data, hl.FullBatch(num_shards=1000), epochs=1, show=False)

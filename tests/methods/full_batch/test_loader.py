@@ -95,25 +95,25 @@ class ModuleWithoutLayers(nn.Module):
 def test_misuse_is_refused_with_a_message(tmp_path: Path):
     method = hl.FullBatch(num_shards=3, partition="random")
     model = model_of("gnn")
-    with pytest.raises(ValueError, match=r"aggregation=sweep computes forward and backward by itself.*sequential"):
+    with pytest.raises(ValueError, match=r"aggregation=sweep .*sequential"):
         hl.FullBatch(aggregation="sweep").loader(DATA, model=model)
     for depth in ({}, {"model": model, "num_layers": 3}):
-        with pytest.raises(ValueError, match=r"give model= that is made of layers .*or num_layers="):
+        with pytest.raises(ValueError, match=r"model= .*num_layers="):
             method.loader(DATA, **depth)
     for module in (ModuleWithoutLayers(), OwnLayers()):
-        with pytest.raises(ValueError, match=r"is not made of layers.*give num_layers= in place of model="):
+        with pytest.raises(ValueError, match="num_layers= in place of model="):
             method.loader(DATA, model=module)
     with pytest.raises(ValueError, match="trim=true leaves some out"):
         hl.FullBatch(trim=True, num_shards=3).loader(DATA, model=model_of("norm"))
-    with pytest.raises(ValueError, match="num_shards=71 is more than the 70 nodes"):
+    with pytest.raises(ValueError, match=r"num_shards=71 .* 70 nodes"):
         hl.FullBatch(num_shards=71).loader(DATA, model=model)
-    with pytest.raises(ValueError, match="compress= is about rows that travel between ranks"):
+    with pytest.raises(ValueError, match=r"compress= .*between ranks"):
         hl.FullBatch(compress="bf16").loader(DATA, model=model)
-    with pytest.raises(ValueError, match="num_layers must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=r"num_layers .*at least 1, not 0"):
         method.loader(DATA, num_layers=0)
-    with pytest.raises(ValueError, match="the batch has 2 blocks"):
+    with pytest.raises(ValueError, match="batch has 2 blocks"):
         model(next(iter(method.loader(DATA, num_layers=2))))
 
     hl.shards.cut(DATA, tmp_path / "shards", 2, how="range")
-    with pytest.raises(ValueError, match=r"there are 2 shards and 1 processes: .*hl.shards.join\(folder\)"):
+    with pytest.raises(ValueError, match=r"2 shards and 1 processes: .*hl\.shards\.join\(folder\)"):
         method.loader(hl.shards.open_shard(tmp_path / "shards", 0), model=model)

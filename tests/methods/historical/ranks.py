@@ -54,8 +54,8 @@ def alone(case: dict[str, Any], two_hosts: bool = False) -> dict[str, Any]:
     work: Any = trainer.work
     if two_hosts:  # a batch has parts of one host alone
         two_hosts_assignment = PartAssignment(0, (0, 1), (range(3), range(3, 6)))
-        groups = Groups(work.parts.graph, work.partition, work.method, two_hosts_assignment, work.job.seed)
-        work.parts.turns_of = lambda epoch: [(group,) for turn in groups.turns_of(epoch) for group in turn]
+        groups = Groups(work.method, two_hosts_assignment, work.job.seed)
+        work.groups.turns_of = lambda epoch: [(group,) for turn in groups.turns_of(epoch) for group in turn]
     return result_of(trainer)
 
 

@@ -14,6 +14,7 @@ from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
 from hopline.util.config import override
 from tests.methods.historical.test_work import DATA, model_of, trainer_of
+from tests.support.helpers import own_task
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,8 @@ def test_refresh_by_evaluation_is_refused_with_several_ranks():
     world = World.alone()
     world.size = 2
     ids = torch.arange(3)
-    job = Job(data=DATA, model=model_of(), module=model_of(), train_ids=ids, train_step=lambda m, b: ids, world=world)
+    job = Job(
+        data=DATA, model=model_of(), module=model_of(), train_ids=ids, task=own_task(lambda m, b: ids), world=world
+    )
     with pytest.raises(ValueError, match="is for one process"):
         Historical(refresh_every="evaluation").bind(job)

@@ -72,7 +72,7 @@ def test_each_seed_is_trained_once_an_epoch_and_all_rows_are_pushed():
         model(batch).sum().backward()
         batch.commit()
     assert sorted(seeds) == [3, 20, 59]
-    assert (loader.work.histories.written >= 0).all()  # of parts without seeds too
+    assert (loader.work.partitioned.histories.written >= 0).all()  # of parts without seeds too
 
 
 def test_inference_from_refreshed_tables_is_exact():
@@ -119,26 +119,26 @@ def test_misuse_that_would_train_wrongly_is_refused():
     model = model_of("gnn")
     loader = loader_of(model)
     train_epoch(model, loader, commits=False)
-    with pytest.raises(ValueError, match=r"no batch of the epoch before was committed.*call batch.commit\(\)"):
+    with pytest.raises(ValueError, match=r"batch\.commit\(\)"):
         next(iter(loader))
 
     batch = next(iter(loader_of(model)))
-    with pytest.raises(ValueError, match=r"no model was called with this batch: call model\(batch\) before"):
+    with pytest.raises(ValueError, match=r"call model\(batch\)"):
         batch.commit()
 
     model(batch)
     batch.commit()
     with pytest.raises(ValueError, match="was committed already"):
         batch.commit()
-    with pytest.raises(ValueError, match=r"writes nothing: leave out batch.commit\(\)"):
+    with pytest.raises(ValueError, match=r"leave out batch\.commit\(\)"):
         next(loader_of(model).reading("test")).commit()
-    with pytest.raises(ValueError, match=r"compensate= adds terms to the loss.*hl.Trainer"):
+    with pytest.raises(ValueError, match=r"compensate= .*hl\.Trainer"):
         loader_of(model, compensate=True)
-    with pytest.raises(ValueError, match=r"lipschitz= adds terms to the loss.*hl.Trainer"):
+    with pytest.raises(ValueError, match=r"lipschitz= .*hl\.Trainer"):
         loader_of(model, lipschitz=0.1)
-    with pytest.raises(ValueError, match=r"there is no split 'trian': choose one of train, test"):
+    with pytest.raises(ValueError, match=r"split 'trian': .*train, test"):
         loader_of(model, "trian")
-    with pytest.raises(ValueError, match="the seeds must be distinct"):
+    with pytest.raises(ValueError, match="seeds must be distinct"):
         loader_of(model, torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="there are no seeds"):
         loader_of(model, torch.tensor([], dtype=torch.int64))
@@ -152,8 +152,8 @@ class OneModule(nn.Module):
 
 
 def test_a_model_without_layers_and_one_called_with_a_batch_are_told():
-    with pytest.raises(ValueError, match="OneModule is not made of layers"):
+    with pytest.raises(ValueError, match=r"OneModule .*not made of layers"):
         loader_of(OneModule())
     model = model_of("pyg")
-    with pytest.raises(TypeError, match=r"call hl.nn.as_batch_model\(model\)\(batch\)"):
+    with pytest.raises(TypeError, match=r"hl\.nn\.as_batch_model\(model\)\(batch\)"):
         model(next(iter(loader_of(model))))

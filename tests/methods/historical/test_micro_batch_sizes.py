@@ -13,12 +13,12 @@ import torch
 import torch_geometric.nn as pyg
 from torch import nn
 
+from hopline.budget.micro_batches import edges_of_run
 from hopline.contract import Job
 from hopline.core.batch_sizes import Sizes
 from hopline.methods.historical.micro_batches import (
     MicroBatch,
     Probe,
-    Runs,
     balanced_runs,
     check_micro_batches,
     runs_to_fit,
@@ -29,8 +29,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.methods.partitioned.layer_bytes import LayerBytes, at_layer
 from hopline.nn import GNN
-from hopline.units.losses import supervised_loss
-from tests.support.helpers import dataset_of, randn, random_graph
+from tests.support.helpers import dataset_of, randn, random_graph, usual_task
 
 GRAPH = random_graph(num_nodes=60, num_edges=300)
 DATA = dataset_of(GRAPH, randn(60, 6))
@@ -45,8 +44,7 @@ def work_of(train_ids: torch.Tensor = DATA.splits["train"], **settings: Any) -> 
         model=model,
         module=model,
         train_ids=train_ids,
-        train_step=supervised_loss("single", 3),
-        usual_loss=True,
+        task=usual_task(3),
     )
     return method.bind(job)
 
@@ -91,9 +89,9 @@ def test_runs_fit_the_limit_and_a_node_above_it_is_refused():
 
     assert largest == max(edges_of_runs) <= limit
     assert sum(edges_of_runs) == block.num_edges
-    with pytest.raises(ValueError, match=r"one node of a batch takes .* or make parts_per_batch smaller"):
+    with pytest.raises(ValueError, match=r"one node .*parts_per_batch smaller"):
         runs_to_fit(block, [block.num_dst], edges_of, limit - 1)
-    with pytest.raises(ValueError, match="the batch's own rows leave 0 B"):
+    with pytest.raises(ValueError, match="own rows leave 0 B"):
         runs_to_fit(block, [block.num_dst], edges_of, -5)
 
 
@@ -149,7 +147,8 @@ def test_micro_batches_have_the_edges_seeds_and_rows_of_the_batch():
 def test_runs_of_a_block_have_all_its_edges():
     block = work_of().batch((1, 4), 3).block  # type: ignore[union-attr]
     edges = []
-    for run, part, src_idx in Runs(block, [slice(0, 4), slice(4, block.num_dst)]):
+    for run in (slice(0, 4), slice(4, block.num_dst)):
+        part, src_idx = edges_of_run(block, run)
         assert torch.equal(block.src_ids[src_idx], part.src_ids)
         assert torch.equal(part.dst_ids, block.src_ids[run])
         edges.append(part.src_ids[part.edge_index])
@@ -183,11 +182,11 @@ def test_sizes_of_a_batch_and_of_one_layer():
 
 def test_models_with_batch_norm_or_unkeyed_dropout_are_refused_by_name():
     convs = [pyg.GCNConv(6, 8), pyg.GCNConv(8, 3)]
-    with pytest.raises(ValueError, match=r"norms\.0\.module is a BatchNorm1d.*make parts_per_batch smaller"):
+    with pytest.raises(ValueError, match=r"norms\.0\.module .*BatchNorm1d.*parts_per_batch smaller"):
         check_micro_batches(GNN(convs, norm="batch"))
     check_micro_batches(GNN(convs, norm="batch").eval())
     with_unkeyed_dropout = GNN(convs, encoder=nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 6)))
-    with pytest.raises(ValueError, match=r"encoder\.0 draws anew.*input_dropout="):
+    with pytest.raises(ValueError, match=r"encoder\.0 .*input_dropout="):
         check_micro_batches(with_unkeyed_dropout)
     check_micro_batches(GNN(convs, encoder=nn.Linear(6, 6), dropout=0.5, norm="layer"))
 

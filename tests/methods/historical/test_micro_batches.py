@@ -144,7 +144,7 @@ def test_micro_batches_of_a_batch_without_seeds_equal_the_batch(few_seeds: None)
     torch.manual_seed(0)
     work = work_of(MODELS["gcn"](6, 3).double(), compensate=True)
     work.refresh()
-    part_with_seed = int(work.partition.part_of[0])
+    part_with_seed = int(work.partitioned.partition.part_of[0])
     group = tuple(part for part in range(5) if part != part_with_seed)[:2]
 
     def step() -> tuple[Any, ...]:
@@ -164,7 +164,8 @@ def test_micro_batches_of_a_batch_without_seeds_equal_the_batch(few_seeds: None)
 
     unit.commit()
     assert all(p.grad is None for p in plain.model.parameters())
-    assert all(plain.histories.tables[0][row_range].any() for row_range in plain.parts.row_ranges_of(group))
+    table = plain.partitioned.histories.tables[0]
+    assert all(table[row_range].any() for row_range in plain.partitioned.parts.row_ranges_of(group))
     assert step_guard.take_record()["split"] == 1
 
 

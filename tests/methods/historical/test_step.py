@@ -17,13 +17,13 @@ def test_history_is_pushed_by_commit_and_not_before():
     work: Any = trainer.work
     unit = next(iter(work.units(1)))
     unit.forward_backward(unit.total_size)
-    assert not work.histories.tables[0].any()
+    assert not work.partitioned.histories.tables[0].any()
 
     unit.commit()
     for row_range in unit.hist_batch.halo.row_ranges:
-        assert work.histories.tables[0][row_range].any()
-        assert (work.histories.written[row_range] == 1).all()
-    assert int((work.histories.written < 0).sum()) == 60 - unit.hist_batch.nodes.numel()
+        assert work.partitioned.histories.tables[0][row_range].any()
+        assert (work.partitioned.histories.written[row_range] == 1).all()
+    assert int((work.partitioned.histories.written < 0).sum()) == 60 - unit.hist_batch.nodes.numel()
 
 
 def test_lipschitz_penalty_changes_the_gradient_but_not_the_reported_loss():
@@ -51,7 +51,7 @@ def test_a_batch_without_training_nodes_still_pushes():
     trainer = hl.Trainer(model_of(), data, method, epochs=1, show=False)
     trainer.fit()
     work: Any = trainer.work
-    assert (work.histories.written >= 0).all()
+    assert (work.partitioned.histories.written >= 0).all()
 
 
 def test_a_rank_without_a_batch_has_loss_zero_and_counts_the_step():
@@ -60,5 +60,5 @@ def test_a_rank_without_a_batch_has_loss_zero_and_counts_the_step():
     assert (unit.size, unit.total_size) == (0, 7)
     assert float(unit.forward_backward(7)) == 0
     unit.commit()
-    assert work.histories.step == 1
-    assert not work.histories.tables
+    assert work.partitioned.histories.step == 1
+    assert not work.partitioned.histories.tables

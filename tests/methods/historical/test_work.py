@@ -12,7 +12,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 import hopline as hl
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
@@ -45,7 +45,7 @@ def test_a_commit_is_written_after_the_lag():
     for unit in work.units(1):
         unit.forward_backward(unit.total_size)
         unit.commit()
-        num_written.append(int((work.histories.written >= 0).sum()))
+        num_written.append(int((work.partitioned.histories.written >= 0).sum()))
     assert num_written[:2] == [0, 0]
     assert num_written[2] > 0
 
@@ -85,8 +85,8 @@ def test_the_state_of_the_work_holds_its_tables():
     other = trainer_of().work
     assert isinstance(other, HistoricalWork)
     other.load_state_dict(work.state_dict())
-    for l, table in work.histories.tables.items():
-        assert torch.equal(other.histories.tables[l], table)
+    for l, table in work.partitioned.histories.tables.items():
+        assert torch.equal(other.partitioned.histories.tables[l], table)
 
 
 def test_refresh_with_compensation_does_not_change_gradients_of_a_step():
@@ -117,15 +117,15 @@ def test_refresh_by_evaluation_leaves_the_tables_of_a_refresh():
     with torch.no_grad():
         for p in trainer.model.parameters():
             p.mul_(1.1)
-    work.histories.step = 100
+    work.partitioned.histories.step = 100
     trainer.evaluate("valid")
-    tables = {l: table.clone() for l, table in work.histories.tables.items()}
-    assert (work.histories.written == 100).all()
+    tables = {l: table.clone() for l, table in work.partitioned.histories.tables.items()}
+    assert (work.partitioned.histories.written == 100).all()
     assert not work.waiting
 
     work.refresh()
     assert len(tables) == 2
-    for l, table in work.histories.tables.items():
+    for l, table in work.partitioned.histories.tables.items():
         torch.testing.assert_close(table, tables[l], rtol=1e-9, atol=1e-12)
 
 

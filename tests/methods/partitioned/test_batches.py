@@ -11,7 +11,7 @@ import torch_geometric.nn as pyg
 
 import hopline as hl
 from hopline.core.row_handles import Rows
-from hopline.data import planted_partition
+from hopline.data.synthetic import planted_partition
 from hopline.methods.partitioned import batches
 from hopline.methods.partitioned.batches import PartBatches
 
@@ -24,7 +24,7 @@ def test_every_edge_is_in_one_batch_whose_sources_are_its_nodes_and_then_its_hal
     assert data.y is not None
     edges = []
     seeds = []
-    for group in work.parts.groups_of(1):
+    for group in work.groups.groups_of(1):
         hist_batch = work.batches.make(group, 7)
         assert hist_batch is not None
         block = hist_batch.block
@@ -37,7 +37,7 @@ def test_every_edge_is_in_one_batch_whose_sources_are_its_nodes_and_then_its_hal
             [torch.arange(row_range.start, row_range.stop) for row_range in hist_batch.halo.row_ranges]
         )
         assert torch.equal(
-            torch.cat([own_positions, hist_batch.halo.positions]), work.partition.position[block.src_ids]
+            torch.cat([own_positions, hist_batch.halo.positions]), work.partitioned.partition.position[block.src_ids]
         )
         assert isinstance(hist_batch.batch.x, Rows)
         assert torch.equal(hist_batch.batch.labels, data.y[hist_batch.batch.seeds])
@@ -61,7 +61,7 @@ def test_input_rows_are_handles_that_the_model_reads():
     net = hl.nn.GNN([pyg.SAGEConv(5, 8), pyg.SAGEConv(8, 3)])
     method = hl.Historical(num_parts=2, parts_per_batch=1, partition="random")
     work: Any = hl.Trainer(net, data, method, epochs=1, show=False).work
-    rows = work.batches.inputs_of(torch.tensor([3, 1]))
+    rows = work.partitioned.batches.inputs_of(torch.tensor([3, 1]))
     assert isinstance(rows, Rows)
     assert torch.equal(rows.read(), data.x[torch.tensor([3, 1])])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopline.core.batch import Batch
-from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
+from hopline.methods.partitioned.sweep import Sweep
 from tests.equivalence.test_5_historical import MODELS, full_batch, mean_loss, work_of
 
 
@@ -13,8 +13,9 @@ def test_gradients_at_layer_boundaries_equal_those_of_autograd():
     torch.manual_seed(0)
     model = MODELS["gcn"](6, 3).double()
     work = work_of(model)
-    forward_sweep(work)
-    backward_sweep(work)
+    sweep = Sweep(work.partitioned, keeps_gradients=True)
+    sweep.forward()
+    sweep.backward()
 
     batch: Batch = full_batch(model)
     state = model.encode(batch.input_rows, batch.input_keys, None)
@@ -31,5 +32,5 @@ def test_gradients_at_layer_boundaries_equal_those_of_autograd():
 
     (mean_loss(ModelFromState(), batch) * batch.num_seeds).backward()
     for l, h in enumerate(rows):
-        ours = work.gradients.tables[l][work.partition.position]
+        ours = work.partitioned.gradients.tables[l][work.partitioned.partition.position]
         torch.testing.assert_close(ours, h.grad, rtol=1e-9, atol=1e-12)

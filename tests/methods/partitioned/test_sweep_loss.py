@@ -24,7 +24,7 @@ from hopline.units.measured_unit import MeasuredUnit
 from tests.equivalence.test_5_historical import MODELS
 from tests.methods.full_batch.ranks import model_of
 from tests.methods.historical.test_micro_batches import assert_micro_batches_equal_the_batch
-from tests.support.helpers import GNN_OPTIONS, dataset_of, gnn_of, plain_gnn, randn, random_graph
+from tests.support.helpers import GNN_OPTIONS, dataset_of, gnn_of, own_task, plain_gnn, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=80, num_edges=500, loops=True), randn(80, 6))
 DATA = replace(DATA, tables={**DATA.tables, "w": hl.extend.TensorTable(randn(80, 2, seed=4).exp())})
@@ -198,7 +198,7 @@ def work_of(name: str, loss: Loss, **settings: Any) -> HistoricalWork:
     model = MODELS[name](6, 3).double()
     model.dropout = 0.4
     method = Historical(num_parts=5, parts_per_batch=2, partition="random", **settings)
-    return method.bind(Job(data=DATA, model=model, module=model, train_ids=DATA.train_ids, train_step=loss))
+    return method.bind(Job(data=DATA, model=model, module=model, train_ids=DATA.train_ids, task=own_task(loss)))
 
 
 @pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lipschitz": 0.3}], ids=str)

@@ -38,8 +38,7 @@ def test_only_needed_rows_and_their_edges_are_computed(num_shards: int, monkeypa
     method = hl.FullBatch(num_shards=num_shards, partition="random", aggregation="sweep", trim=True)
     work = hl.Trainer(model, data, method, epochs=1, show=False).work
     assert isinstance(work, SweepWork)
-    assert work.needed is not None
-    assert (work.needed.num_rows, work.needed.num_edges) == (sum(map(len, NEEDED)), sum(EDGES))
+    assert (work.sweep.num_rows, work.sweep.num_edges) == (sum(map(len, NEEDED)), sum(EDGES))
 
     calls: list[tuple[int, list[int], int]] = []
     compute_layer = GNN.layer
@@ -68,7 +67,7 @@ def test_rows_that_nobody_needs_are_never_read():
         method = hl.FullBatch(num_shards=3, partition="random", aggregation="sweep", trim=True)
         work = hl.Trainer(model, chain(), method, epochs=1, show=False).work
         assert isinstance(work, SweepWork)
-        work.work.histories.table(0, torch.zeros(1, 8, dtype=torch.float64)).fill_(filler)
+        work.partitioned.histories.table(0, torch.zeros(1, 8, dtype=torch.float64)).fill_(filler)
         (unit,) = work.units(1)
         unit.forward_backward(2)
         gradients.append([p.grad for p in model.parameters()])

@@ -106,14 +106,14 @@ def test_a_loader_for_a_budget_is_another_loader_of_the_same_batches():
     assert (plain.split_ahead, plain.batches_on_host) == (None, False)
 
 
-def test_an_epoch_left_early_has_no_load():
+def test_an_epoch_left_early_has_no_times_of_its_stages():
     loader = hl.Sampled(fanouts=(3,), batch_size=4, workers=1).loader(DATA)
     list(loader)
-    assert loader.load is not None
+    assert loader.prepare_s
     batches = loader.epoch(2)
     next(batches)
     batches.close()
-    assert loader.load is None
+    assert loader.prepare_s == {}
 
 
 class OutOfMemoryOnce(TensorTable):

@@ -24,8 +24,7 @@ from hopline.methods.sampled.memory_plan import SampledForms, draw_batches, larg
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.nn.whole_module import as_batch_model
-from hopline.units.losses import supervised_loss
-from tests.support.helpers import dataset_of, graph_of, randn, random_graph, stack_of
+from tests.support.helpers import dataset_of, graph_of, own_task, randn, random_graph, stack_of, usual_task
 
 METHOD = Sampled(fanouts=(5, 5), batch_size=200, workers=2, look_ahead=4)
 
@@ -34,9 +33,9 @@ def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> 
     """The outline of a run on the CPU."""
     data = dataset_of(random_graph(num_nodes, num_edges), randn(num_nodes, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
-    step = supervised_loss("single", 3)
+    step = usual_task(3).loss
     ids = data.splits["train"]
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, train_step=step)
+    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(step))
     return RunOutline(job=job, **options)
 
 

@@ -25,7 +25,15 @@ from hopline.nn import GNN, as_batch_model
 from hopline.tables import SparseTable, TensorTable
 from hopline.units.batch_unit import BatchUnit
 from hopline.util.errors import StageError
-from tests.support.helpers import assert_same_batches, assert_same_gradients, dataset_of, randn, random_graph, twin
+from tests.support.helpers import (
+    assert_same_batches,
+    assert_same_gradients,
+    dataset_of,
+    own_task,
+    randn,
+    random_graph,
+    twin,
+)
 from tests.support.ranks import AgreeingWorld
 from tests.support.runs import small
 
@@ -51,7 +59,7 @@ def job_of(model: nn.Module, **changes: Any) -> Job:
     """A job on the CPU; changes: of its fields."""
     batch_model = as_batch_model(model)
     ids = DATA.splits["train"]
-    return replace(Job(data=DATA, model=batch_model, module=model, train_ids=ids, train_step=mean_loss), **changes)
+    return replace(Job(data=DATA, model=batch_model, module=model, train_ids=ids, task=own_task(mean_loss)), **changes)
 
 
 # ---- settings
@@ -77,7 +85,7 @@ def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], m
 
 
 def test_fanouts_must_match_the_layers() -> None:
-    with pytest.raises(ValueError, match=r"has 3 layers and fanouts=\(5, 5\) names 2.*fanouts=10,10,10"):
+    with pytest.raises(ValueError, match=r"3 layers .*fanouts=\(5, 5\) .*fanouts=10,10,10"):
         Sampled(fanouts=(5, 5)).bind(job_of(model_of(3)))
 
 
@@ -194,7 +202,7 @@ def test_leaving_the_loop_early_stops_the_threads() -> None:
 
 def test_an_error_while_sampling_names_the_stage() -> None:
     loader = Sampled(fanouts=(2,), batch_size=30, workers=1).loader(DATA, torch.tensor([1, 2, 1]))
-    with pytest.raises(StageError, match="stage 'sample' failed: the seeds of a batch must be distinct"):
+    with pytest.raises(StageError, match=r"'sample' failed: .*seeds .*distinct"):
         list(loader)
 
 
@@ -231,7 +239,7 @@ def test_bf16_runs_forward_under_autocast() -> None:
         return out.float().square().mean()
 
     data = replace(DATA, tables={"x": TensorTable(X.float())})
-    job = job_of(model_of().float(), data=data, train_step=step, bf16=True)
+    job = job_of(model_of().float(), data=data, task=own_task(step), bf16=True)
     unit = next(iter(Sampled(fanouts=(2, 2), workers=0).bind(job).units(1)))
     unit.forward_backward(unit.size)
 
@@ -280,7 +288,7 @@ def test_a_method_without_bind_cannot_be_made() -> None:
 
 def test_sums_cannot_be_scaled_in_a_model_that_is_not_made_of_layers() -> None:
     model = as_batch_model(SAGEConv(6, 4))
-    job = Job(data=DATA, model=model, module=model, train_ids=torch.arange(5), train_step=mean_loss)
+    job = Job(data=DATA, model=model, module=model, train_ids=torch.arange(5), task=own_task(mean_loss))
     with pytest.raises(ValueError, match="scale_sums=true needs a model made of layers"):
         Sampled(fanouts=(3,), scale_sums=True).bind(job)
 

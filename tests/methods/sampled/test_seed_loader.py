@@ -266,7 +266,7 @@ def test_a_copy_of_a_loader_continues_with_the_same_batches(make: Make, how: Cal
 @pytest.mark.parametrize("seed", ["a", 1.5, -1, 2**70, True])
 def test_a_seed_that_is_no_seed_is_refused_when_the_loader_is_made(seed: Any):
     data = Data(x=torch.eye(3), edge_index=torch.tensor([[0, 1], [1, 2]]))
-    with pytest.raises(ValueError, match="seed must be a whole number"):
+    with pytest.raises(ValueError, match="seed must be"):
         hl.NeighborLoader(data, [2], seed=seed)
-    with pytest.raises(ValueError, match="seed must be a whole number"):
+    with pytest.raises(ValueError, match="seed must be"):
         hl.Sampled(fanouts=(2,)).loader(hl.from_pyg(data), torch.arange(3), seed=seed)

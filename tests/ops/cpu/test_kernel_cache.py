@@ -132,7 +132,7 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_anew(
     monkeypatch.setattr(_KernelFiles, "_load_data", gone)
     add = load_add(tmp_path)
     assert (add(2, 3), num_hits(add)) == (5, 0)
-    assert "(ModuleNotFoundError: No module named 'gone'): compiled anew" in caplog.text
+    assert "No module named 'gone'" in caplog.text
 
 
 def test_on_a_full_disk_a_kernel_stays_in_memory_with_one_line(
@@ -143,7 +143,7 @@ def test_on_a_full_disk_a_kernel_stays_in_memory_with_one_line(
     assert add(2, 3) == 5
     assert add(2.5, 3.0) == 5.5
     (line,) = [record.message for record in caplog.records]
-    assert "(No space left on device), so every process compiles them: free some space, or set NUMBA_CACHE_DIR" in line
+    assert "NUMBA_CACHE_DIR" in line
     assert not [path for path in small_disk.rglob("*") if ".tmp." in path.name]
 
 

@@ -14,6 +14,7 @@ from torch_geometric.nn import SAGEConv
 
 from hopline import ops
 from hopline.core.row_handles import Rows
+from hopline.nn.conv_facts import facts_of
 from hopline.nn.fused import read_ahead, run_fused
 from hopline.ops.cpu import page_cache as cpu_page_cache
 from hopline.tables import TensorTable
@@ -88,7 +89,7 @@ def test_sampling_and_reading_ahead_are_the_same_from_the_disk(monkeypatch: pyte
     def results() -> tuple[Tensor, Tensor]:
         block = batch_of(graph, None, (3, 2), torch.arange(6)).blocks[0]
         ahead = read_ahead(conv, Rows(TensorTable(x), block.src_ids), block)
-        return block.src_ids, run_fused(conv, ahead, block)
+        return block.src_ids, run_fused(conv, facts_of(conv), ahead, None, block)
 
     ids, out = results()
     monkeypatch.setattr(cpu_page_cache, "SMALLEST_BYTES", 1 << 60)

@@ -1,4 +1,4 @@
-"""Partitioning by streaming: sizes of parts, communities found, results that depend on the key alone."""
+"""Partitioning by streaming, counts of cut edges and halos, and sums over out-edges, against loops and sets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hopline.core.graph import Graph
-from hopline.ops.cpu.partition import _even_out, _pack, cut_edges, stream_parts, undirected
+from hopline.core.partition import Partition
+from hopline.ops.cpu import partition as cpu_partition
+from hopline.ops.cpu.partition import _even_out, _pack, add_to_sources, cut_edges, stream_parts, undirected
 from tests.support.helpers import graph_of, randint, random_graph, torch_threads
 
 
@@ -119,3 +121,75 @@ def test_light_parts_get_nodes_of_heavy_ones() -> None:
     _even_out(np.arange(8, dtype=np.int32), parts, sizes, 2)
     assert sizes.tolist() == [3, 3, 2]
     assert parts.tolist() == [2, 2, 0, 0, 0, 1, 1, 1]
+
+
+def graph_and_parts(num_nodes: int, num_edges: int, num_parts: int, dtype: torch.dtype) -> tuple[np.ndarray, ...]:
+    graph = random_graph(num_nodes, num_edges, dtype=dtype, loops=True)
+    part_of = randint(0, num_parts, num_nodes).int()
+    part_of[:num_parts] = torch.arange(num_parts)
+    partition = Partition(part_of, num_parts)
+    tensors = (graph.indptr, graph.indices, part_of, partition.order, partition.ptr)
+    return tuple(tensor.numpy() for tensor in tensors)
+
+
+def edges(indptr: np.ndarray, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return indices, np.repeat(np.arange(indptr.shape[0] - 1), np.diff(indptr))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("num_nodes", "num_edges", "threads"), [(50, 300, 1), (3000, 1_200_000, 4)])
+def test_counts_are_those_of_a_loop(num_nodes: int, num_edges: int, threads: int, dtype: torch.dtype) -> None:
+    indptr, indices, part_of, order, ptr = graph_and_parts(num_nodes, num_edges, 6, dtype)
+    src, dst = edges(indptr, indices)
+    expected = np.zeros((6, 6), dtype=np.int64)
+    np.add.at(expected, (part_of[dst], part_of[src]), 1)
+    with torch_threads(threads):
+        assert np.array_equal(cpu_partition.edge_counts(indptr, indices, part_of, order, ptr), expected)
+        assert cpu_partition.cut_edges(indptr, indices, part_of) == expected.sum() - np.trace(expected)
+
+
+@pytest.mark.parametrize(("num_nodes", "num_edges", "threads"), [(50, 120, 1), (30_000, 1_200_000, 4)])
+def test_halos_are_the_distinct_sources_outside(num_nodes: int, num_edges: int, threads: int) -> None:
+    indptr, indices, part_of, order, ptr = graph_and_parts(num_nodes, num_edges, 5, torch.int32)
+    src, dst = edges(indptr, indices)
+    groups = [[0], [1, 3], [4, 2, 0], [], [0, 1, 2, 3, 4]]
+    flat = np.array([p for g in groups for p in g])
+    ends = np.cumsum([0, *map(len, groups)])
+    with torch_threads(threads):
+        halo_sizes = cpu_partition.halo_sizes(indptr, indices, part_of, order, ptr, flat, ends)
+    for group, size in zip(groups, halo_sizes, strict=True):
+        inside = np.isin(part_of, group)
+        assert size == np.unique(src[inside[dst] & ~inside[src]]).size
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_each_source_gets_the_sum_over_its_out_edges(dtype: torch.dtype) -> None:
+    graph = random_graph(dtype=dtype, loops=True)
+    values = randint(-5, 1 << 40, graph.num_nodes)
+    values[7] = 0
+    src, dst = graph.edge_index()
+    expected = torch.zeros(graph.num_nodes, dtype=torch.int64).index_add_(0, src, values[dst])
+    assert torch.equal(add_to_sources(graph.indptr, graph.indices, values), expected)
+
+
+def test_threads_that_add_to_one_place_lose_nothing() -> None:
+    num_edges = 3_000_000
+    indptr = torch.arange(0, num_edges + 1, 3)
+    indices = randint(0, 4, num_edges).int()  # all edges begin in four nodes
+    ones = torch.ones(indptr.numel() - 1, dtype=torch.int64)
+    with torch_threads(4):
+        sums = add_to_sources(indptr, indices, ones)
+    assert torch.equal(sums[:4], torch.bincount(indices))
+
+
+def test_a_graph_without_edges_adds_nothing() -> None:
+    none = torch.empty(0, dtype=torch.int32)
+    assert add_to_sources(torch.zeros(4, dtype=torch.int64), none, torch.ones(3, dtype=torch.int64)).tolist() == [0] * 3
+
+
+@pytest.mark.parametrize("bad", [-1, 3])
+def test_an_edge_that_leads_nowhere_is_refused(bad: int) -> None:
+    indptr = torch.tensor([0, 1, 2, 2])
+    indices = torch.tensor([1, bad])
+    with pytest.raises(ValueError, match="hopline verify"):
+        add_to_sources(indptr, indices, torch.ones(3, dtype=torch.int64))

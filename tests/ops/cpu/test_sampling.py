@@ -1,8 +1,9 @@
-"""The Numba kernels for sampling, relabelling, gathering and grouping."""
+"""The Numba kernels for sampling, relabelling, gathering, grouping and trees."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import cache
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from hopline.ops import reference
 from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.random import derive_key
+from hopline.ops.tree_slots import Slots
+from tests.equivalence.test_1_kernels import random_csr, random_key
 from tests.support.helpers import neighbors_of, randint, randn, random_graph
 
 SHAPES = [(2, 1), (3, 1), (3, 2), (5, 4), (20, 5), (21, 5), (41, 10), (64, 15), (1000, 10)]
@@ -121,20 +124,6 @@ def test_with_replacement_every_pick_is_uniform_and_independent(picks: Callable,
         assert_chi_square(pairs, rounds / degree**2, degree**2 - 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["int32", "int64"])
-@pytest.mark.parametrize("fanout", [1, 2, 5, 10, 300])
-def test_samples_are_distinct_edges_of_their_node(fanout: int, dtype: torch.dtype) -> None:
-    graph = random_graph(dtype=dtype)
-    nodes = randint(0, graph.num_nodes, 80, seed=4)
-    sample = cpu_sampling.sample_neighbors(graph.indptr, graph.indices, nodes, fanout, 9)
-    assert sample.ids.dtype == dtype
-    assert torch.equal(sample.ids, graph.indices[sample.edge_ids])
-    for i, node in enumerate(nodes.tolist()):
-        edges_of_node = sample.edge_ids[int(sample.indptr[i]) : int(sample.indptr[i + 1])].tolist()
-        assert len(edges_of_node) == len(set(edges_of_node)) == min(fanout, len(neighbors_of(graph, node)))
-        assert all(int(graph.indptr[node]) <= e < int(graph.indptr[node + 1]) for e in edges_of_node)
-
-
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_smaller_fanout_is_a_prefix_of_a_larger(replace: bool) -> None:
     graph = random_graph()
@@ -223,13 +212,6 @@ def test_id_map_numbers_by_first_occurrence_over_many_rounds(dense: bool, dtype:
             assert id_map.size == len(local_ids)
         id_map.clear()
         assert id_map.size == id_map.ids().numel() == 0
-
-
-@pytest.mark.parametrize("dense", [True, False], ids=["dense", "hash"])
-def test_id_map_accepts_an_empty_list(dense: bool) -> None:
-    id_map = cpu_sampling.IdMap(5, dense=dense)
-    assert id_map.add(torch.empty(0, dtype=torch.int64)).numel() == 0
-    assert id_map.add(torch.tensor([4])).tolist() == [0]
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "hash"])
@@ -346,9 +328,25 @@ def test_group_edges_refuses_a_group_that_is_not_there(bad: int) -> None:
         cpu_sampling.group_by_key(torch.tensor([0, bad]), 5)
 
 
-@pytest.mark.parametrize("loops", [False, True])
-def test_self_loops_equal_the_reference(loops: bool) -> None:
-    graph = random_graph(loops=loops)
-    ours = cpu_sampling.self_loops(graph.indptr, graph.indices)
-    assert torch.equal(ours, reference.self_loops(graph.indptr, graph.indices))
-    assert ours.numel() == (6 if loops else 0)
+@pytest.mark.parametrize("seed", range(30))
+def test_trees_are_those_of_the_reference(seed: int):
+    draw = random.Random(seed)
+    indptr, indices = random_csr(draw)
+    seeds = randint(0, indptr.numel() - 1, draw.choice([1, 5, 40]), seed=seed)
+    fanouts = tuple(draw.choice([1, 2, 7, 40]) for _ in range(draw.choice([1, 2])))
+    slots = Slots(seeds.numel(), fanouts, draw.choice([0, 9]))
+    for replace in (False, True):
+        arguments = (indptr, indices, seeds, slots, random_key(draw), replace, True)
+        for ours, theirs in zip(cpu_sampling.sample_tree(*arguments), reference.sample_tree(*arguments), strict=True):
+            assert ours is not None
+            assert theirs is not None
+            assert torch.equal(ours, theirs)
+
+
+def test_a_damaged_graph_is_refused():
+    indptr = torch.tensor([0, 2, 5])
+    indices = torch.tensor([0, 1, 0])
+    with pytest.raises(ValueError, match="hopline verify"):
+        cpu_sampling.sample_tree(indptr, indices, torch.tensor([1]), Slots(1, (2,)), 0)
+    with pytest.raises(ValueError, match="outside"):
+        cpu_sampling.sample_tree(indptr, indices, torch.tensor([2]), Slots(1, (2,)), 0)

@@ -1,5 +1,7 @@
 """Triton kernels of graph attention against plain torch, in Triton's interpreter or on a GPU."""
 
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any
@@ -9,6 +11,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
 
 from hopline.ops import random
 from hopline.ops.gpu import attention as gpu_attention
@@ -287,7 +292,7 @@ def test_edges_that_do_not_fit_raise_later(damage: str):
     src = torch.tensor([0, 77 if damage == "source" else 1, 2], dtype=torch.int32)
     edges = gpu_attention.block_edges(indptr.to(DEVICE), src.to(DEVICE), 4, torch.arange(2, device=DEVICE))
     gpu_attention.attend(torch.ones(4, 4, device=DEVICE), None, torch.ones(2, 2, device=DEVICE), None, edges)
-    with pytest.raises(IndexError, match="an edge's source is outside"):
+    with pytest.raises(IndexError, match="edge's source is outside"):
         check_device_errors()
 
 
@@ -315,3 +320,33 @@ def test_nothing_waits_for_the_device(layout: str):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out, gpu_attention.attend(*tensors, edges, p=0.5, key=3))  # type: ignore[arg-type]
+
+
+@triton.jit
+def _kept_kernel(key, ids, out, HEADS: tl.constexpr, THRESHOLD: tl.constexpr, R: tl.constexpr, E: tl.constexpr):
+    d = tl.arange(0, R)
+    e = tl.arange(0, E)
+    states = gpu_attention._load_states(key, ids, d, d < R, THRESHOLD)
+    number = tl.broadcast_to(e[None, :], (R, E))
+    for head in tl.static_range(HEADS):
+        factors = gpu_attention._dropout_factors(states, number, head, HEADS, THRESHOLD, 2.0, tl.float64)
+        tl.store(out + (d[:, None] * E + e[None, :]) * HEADS + head, factors)
+
+
+def test_every_edge_and_head_has_a_draw_of_its_own():
+    key = random.derive_key(7)
+    ids = torch.tensor([3, 1 << 41, 5, 9]).to(DEVICE)
+    heads = 3
+    edges = 16
+    out = torch.empty(4, edges, heads, dtype=torch.float64, device=DEVICE)
+    _kept_kernel[(1,)](torch.tensor([key], device=DEVICE), ids, out, heads, 1 << 15, 4, edges)
+    number = torch.arange(edges * heads, device=DEVICE).view(1, edges, heads)
+    raw = random.draw(key, ids.view(4, 1, 1), number)
+    assert torch.equal(out, torch.where(raw < 0, 2.0, 0.0).double())  # the highest bit says whether half is reached
+
+
+def test_without_dropout_nothing_is_scaled():
+    ids = torch.arange(4, device=DEVICE)
+    out = torch.empty(4, 2, 1, dtype=torch.float64, device=DEVICE)
+    _kept_kernel[(1,)](ids, ids, out, 1, 0, 4, 2)
+    assert (out == 1).all()

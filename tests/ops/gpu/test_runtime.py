@@ -1,4 +1,4 @@
-"""What the kernels share: the generator and the shuffle, against torch's version."""
+"""What the kernels share: the generator and the shuffle against torch's version, and errors found on the device."""
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from hopline.ops import random
 from hopline.ops.gpu import runtime as gpu_runtime
+from hopline.ops.gpu import sampling as gpu_sampling
 from tests.support.grids import RUNS_ON_GPU
 from tests.support.helpers import KERNEL_DEVICE, randint
 
@@ -82,3 +83,18 @@ def test_kernels_read_device_and_pinned_memory_and_nothing_else() -> None:
     assert gpu_runtime.is_readable(host.pin_memory())
     with pytest.raises(ValueError, match="pin it"):
         gpu_runtime.check_readable("the table", host)
+
+
+def test_an_error_is_kept_until_somebody_looks_and_raised_once() -> None:
+    gpu_sampling.gather_rows(torch.ones(3, 2, device=KERNEL_DEVICE), torch.tensor([0, 3], device=KERNEL_DEVICE))
+    with pytest.raises(IndexError, match="outside its table"):
+        gpu_runtime.check_device_errors()
+    gpu_runtime.check_device_errors()
+
+
+def test_a_call_that_waits_anyway_raises_what_was_found_before() -> None:
+    gpu_sampling.gather_rows(torch.ones(3, 2, device=KERNEL_DEVICE), torch.tensor([-1], device=KERNEL_DEVICE))
+    number = torch.tensor([5], device=KERNEL_DEVICE)
+    with pytest.raises(IndexError, match="outside its table"):
+        gpu_runtime.read_with_errors(number)
+    assert gpu_runtime.read_with_errors(number) == 5

@@ -1,4 +1,4 @@
-"""Sampling, gathering and grouping on the GPU (or in Triton's interpreter) against the reference, bit for bit."""
+"""Sampling, gathering, grouping and id maps on the GPU (or in Triton's interpreter) against the reference."""
 
 # pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportArgumentType=false, reportCallIssue=false
 
@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from hopline import ops
 from hopline.ops import reference
+from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.gpu import runtime as gpu_runtime
 from hopline.ops.gpu import sampling as gpu_sampling
+from hopline.ops.gpu.sampling import DeviceIdMap
 from tests.support.grids import RUNS_ON_GPU, parametrize_kernel
 from tests.support.helpers import KERNEL_DEVICE, randint, randn
 
 pytestmark = RUNS_ON_GPU
+DEVICE = torch.device(KERNEL_DEVICE)
 CUDA = torch.cuda.is_available()
 gpu_only = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
@@ -54,23 +56,6 @@ def test_samples_are_those_of_the_reference(dtype: torch.dtype, fanout: int) -> 
     nodes = torch.cat([torch.arange(60), torch.tensor([8, 8, 7])])
     ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, key)
     assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, key))
-
-
-@parametrize_kernel([(6,), (40,)], fanout=[1, 6, 40])
-def test_samples_with_replacement_are_those_of_the_reference(fanout: int) -> None:
-    indptr, indices = csr(torch.int32)
-    nodes = torch.arange(60)
-    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, -7, True)
-    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, -7, True))
-
-
-@parametrize_kernel([(3, False), (40, False), (3, True)], fanout=[3, 40], replace=[False, True])
-def test_nodes_that_draw_by_other_ids_equal_the_reference(fanout: int, replace: bool) -> None:
-    indptr, indices = csr(torch.int32)
-    nodes = torch.arange(60)
-    draw_ids = ops.draw_ids(nodes, nodes % 3 == 0)
-    ours = gpu_sampling.sample_neighbors(*on_device(indptr, indices, nodes), fanout, 5, replace, *on_device(draw_ids))
-    assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, 5, replace, draw_ids))
 
 
 def test_more_nodes_than_one_program_takes_are_sampled() -> None:
@@ -144,7 +129,7 @@ def test_a_pinned_graph_is_sampled_in_place() -> None:
     for fanout in (-1, 5, 70):
         ours = gpu_sampling.sample_neighbors(indptr.pin_memory(), indices.pin_memory(), nodes.cuda(), fanout, 5)
         assert_same(ours, reference.sample_neighbors(indptr, indices, nodes, fanout, 5))
-    with pytest.raises(ValueError, match="the graph is in host memory"):
+    with pytest.raises(ValueError, match="in host memory"):
         gpu_sampling.sample_neighbors(indptr, indices, nodes.cuda(), 3, 5)
 
 
@@ -160,15 +145,6 @@ def test_a_hundred_runs_on_many_nodes_are_equal() -> None:
 
 
 # ---- relabelling
-
-
-@pytest.mark.parametrize("top", [3, 500, 2**40])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_relabelling_equals_the_reference(top: int, dtype: torch.dtype) -> None:
-    dtype = torch.int64 if top > 2**31 else dtype
-    seeds = randint(0, top, 30).unique()
-    neighbors = randint(0, top, 700, seed=1).to(dtype)
-    assert_same(gpu_sampling.relabel(*on_device(seeds, neighbors)), reference.relabel(seeds, neighbors))
 
 
 def test_relabelling_accepts_no_ids_and_refuses_negative_ones() -> None:
@@ -267,13 +243,6 @@ def test_gathering_does_not_wait_for_the_device() -> None:
 # ---- edges
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("size", [0, 1, 300])
-def test_groups_are_those_of_the_reference(dtype: torch.dtype, size: int) -> None:
-    keys = randint(0, 9, size).to(dtype)
-    assert_same(gpu_sampling.group_by_key(*on_device(keys), 11), reference.group_by_key(keys, 11))
-
-
 @pytest.mark.parametrize("bad", [-1, 9])
 def test_a_group_that_is_not_there_is_reported(bad: int) -> None:
     gpu_sampling.group_by_key(torch.tensor([0, bad], device=KERNEL_DEVICE), 9)
@@ -288,3 +257,97 @@ def test_self_loops_are_those_of_the_reference(together: int, monkeypatch: pytes
     indices = randint(0, 6, 30).int()
     assert_same((gpu_sampling.self_loops(*on_device(indptr, indices)),), (reference.self_loops(indptr, indices),))
     assert gpu_sampling.self_loops(*on_device(torch.tensor([0, 0]), torch.empty(0).int())).numel() == 0
+
+
+@parametrize_kernel(
+    [(True, torch.int32), (True, torch.int64), (False, torch.int32)],
+    dense=[True, False],
+    dtype=[torch.int32, torch.int64],
+)
+def test_a_map_equals_the_map_of_the_cpu_over_several_batches(dense: bool, dtype: torch.dtype) -> None:
+    ours = DeviceIdMap(300, DEVICE, dense)
+    expected = IdMap(300)
+    for batch in range(3):
+        for hop, size in enumerate((5, 0, 80, 1500)):
+            nodes = randint(0, 300, size, seed=10 * batch + hop).to(dtype)
+            idx = ours.add(nodes.to(DEVICE))
+            assert idx.dtype == torch.int32
+            assert torch.equal(idx.cpu(), expected.add(nodes))
+            assert ours.size == expected.size
+            assert torch.equal(ours.ids().cpu(), expected.ids())
+        ours.clear()
+        expected.clear()
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["stamps", "sorted"])
+def test_ids_of_a_map_are_a_copy(dense: bool) -> None:
+    ours = DeviceIdMap(9, DEVICE, dense)
+    ours.add(torch.tensor([4, 2], device=DEVICE))
+    before = ours.ids()
+    ours.clear()
+    ours.add(torch.tensor([7, 8], device=DEVICE))
+    assert before.tolist() == [4, 2]
+
+
+def test_a_map_has_stamps_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sampling, "DENSE_MAP_BYTES", 80)
+    assert DeviceIdMap(10, DEVICE).dense
+    assert not DeviceIdMap(11, DEVICE).dense
+    assert DeviceIdMap(11, DEVICE, dense=True).dense
+
+
+def test_the_steps_of_a_map_begin_again_after_the_last() -> None:
+    ours = DeviceIdMap(9, DEVICE)
+    ours._step = gpu_sampling.LAST_STEP - 1
+    for nodes in ([3, 5, 3], [5, 3], [3], [8, 3, 5]):
+        assert ours.add(torch.tensor(nodes, device=DEVICE)).tolist() == [nodes.index(n) for n in nodes]
+        ours.clear()
+    assert ours._step == 3
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["stamps", "sorted"])
+@pytest.mark.parametrize("bad", [-1, 9, 2**40])
+def test_what_is_not_a_node_is_refused_and_the_map_stays_usable(dense: bool, bad: int) -> None:
+    ours = DeviceIdMap(9, DEVICE, dense)
+    with pytest.raises(ValueError, match="out of range"):
+        ours.add(torch.tensor([3, bad], device=DEVICE))
+    ours.clear()
+    assert ours.add(torch.tensor([6, 3, 6], device=DEVICE)).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("bad", [-2, 11])
+def test_a_first_node_that_is_out_of_range_writes_nothing_outside_the_arrays(bad: int) -> None:
+    ours = DeviceIdMap(9, DEVICE, dense=True)
+    around_stamps = torch.zeros(9 + 8, dtype=torch.int64, device=DEVICE)
+    around_ids = torch.full((4 + 8,), -7, dtype=torch.int64, device=DEVICE)
+    ours._stamps = around_stamps[4:13]
+    ours._ids = around_ids[4:8]
+    with pytest.raises(ValueError, match="out of range"):
+        ours.add(torch.tensor([bad, 3], device=DEVICE))
+    assert around_stamps[:4].tolist() + around_stamps[13:].tolist() == 8 * [0]
+    assert around_ids[:4].tolist() + around_ids[8:].tolist() == 8 * [-7]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="races need a GPU")
+def test_threads_that_race_for_a_few_nodes_give_the_same_order_every_time() -> None:
+    nodes = randint(0, 10, 10**6).cuda() * 99_991
+    expected = reference.relabel(nodes[:0], nodes)
+    ours = DeviceIdMap(10**6, DEVICE)
+    for _ in range(100):
+        assert torch.equal(ours.add(nodes), expected[1])
+        assert torch.equal(ours.ids(), expected[0])
+        ours.clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="races need a GPU")
+def test_many_nodes_give_the_same_order_every_time() -> None:
+    nodes = randint(0, 10**6, 10**6).cuda()
+    expected = reference.relabel(nodes[:1000].unique(), nodes)
+    ours = DeviceIdMap(10**6, DEVICE)
+    for _ in range(100):
+        ours.add(nodes[:1000].unique())
+        assert torch.equal(ours.add(nodes), expected[1])
+        assert torch.equal(ours.ids(), expected[0])
+        ours.clear()

@@ -131,14 +131,12 @@ REFUSED = {
 def test_a_conv_that_cannot_run_is_refused_by_name_with_those_that_can(name: str) -> None:
     make, reason = REFUSED[name]
     convs, _ = small()
-    with pytest.raises(
-        ValueError, match=f"^{name} cannot run over shards with aggregation=sequential: .*{reason}.*PNAConv"
-    ):
+    with pytest.raises(ValueError, match=f"^{name} .*aggregation=sequential: .*{reason}.*PNAConv"):
         run_conv(make(), torch.randn(40, 4), convs)
 
 
 def test_no_conv_at_all_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Linear cannot be called as conv\(x, edge_index\)"):
+    with pytest.raises(ValueError, match=r"Linear cannot .*conv\(x, edge_index\)"):
         run_conv(nn.Linear(4, 3), torch.randn(40, 4), small()[0])
 
 
@@ -261,7 +259,7 @@ def test_a_conv_without_its_input_width_gets_it_from_the_rows() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(ValueError, match="choose one of sequential, stored, one_shot"):
+    with pytest.raises(ValueError, match="sequential, stored, one_shot"):
         small(mode="twice")
     with pytest.raises(ValueError, match="depth=-1"):
         small(depth=-1)

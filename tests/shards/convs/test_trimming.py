@@ -58,7 +58,7 @@ def test_a_conv_of_several_hops_is_refused_by_name() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 2, "random"))
     (convs,) = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
-    with pytest.raises(ValueError, match=r"TAGConv looks further than a node.s in-edges.*trim=false"):
+    with pytest.raises(ValueError, match=r"TAGConv .*trim=false"):
         convs.run(pyg.TAGConv(4, 3, K=2).double(), randn(60, 4))
     assert convs.run(pyg.TAGConv(4, 3, K=1).double(), randn(60, 4)).shape == (60, 3)
 
@@ -81,5 +81,5 @@ def test_a_conv_with_a_mean_over_all_nodes_is_refused_by_name() -> None:
     _, graph, _ = case("gcn")
     layout = virtual_layout(graph, make_partition(graph, 2, "random"))
     (convs,) = trimmed_convs(ShardConvs.of(layout), torch.isin(layout.own_ids, SEEDS), 1)
-    with pytest.raises(ValueError, match=r"Centred looks further .*a mean over all nodes.*trim=false"):
+    with pytest.raises(ValueError, match=r"Centred .*mean over all nodes.*trim=false"):
         convs.run(Centred(4, 3).double(), randn(layout.num_own, 4))

@@ -23,7 +23,7 @@ from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
 from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
 from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.partitioned.work import partition_together
+from hopline.methods.partitioned.partitioned_graph import partition_together
 from hopline.nn.gnn import GNN
 from hopline.nn.row_wise import describe_module, mixing_in_training
 from hopline.shards.convs.patch_message_passing import FetchMode
@@ -167,6 +167,11 @@ class ShardBatches:
             return HalfPrecisionTransport(layout, self.world, kinds)
         return P2PTransport(layout, world=self.world)
 
+    @property
+    def seed_labels(self) -> Tensor | None:
+        """[n, ...]: labels of this rank's seeds, on their own device."""
+        return None if self.y is None else self.y[self.output_idx.to(self.y.device)]
+
     def batch(self, key: int | None) -> Batch:
         """The batch of all own nodes, on the device. key: that of the step's random draws."""
         device = self.device
@@ -180,12 +185,12 @@ class ShardBatches:
             return Rows(table, self.rows.to(device)) if can_device_read else table.read(self.rows).to(device)
 
         tables = {name: rows_of(table) for name, table in self.tables.items()}
-        y = None if self.y is None else self.y[self.output_idx.to(self.y.device)].to(device)
+        y = self.seed_labels
         return Batch(
             seeds=self.seeds.to(device),
             blocks=blocks,
             x=tables.pop("x", None),
-            y=y,
+            y=None if y is None else y.to(device),
             tables=tables,
             key=key,
             total_seeds=self.total,

@@ -12,10 +12,10 @@ are predicted from steps on small graphs.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from hopline.budget.plan import Budget, Item, Outline, Plan, Price
 from hopline.budget.predictor import Predictor, costs_of
@@ -34,7 +34,7 @@ from hopline.methods.partitioned.memory_plan import (
     sizes_of_parts,
     table_items,
 )
-from hopline.methods.partitioned.work import partition_together
+from hopline.methods.partitioned.partitioned_graph import partition_together
 from hopline.nn.gnn import GNN, row_widths
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.tables import TensorTable
@@ -61,6 +61,22 @@ def plan(method: FullBatch, outline: Outline, budget: Budget) -> Plan:
     return _plan_shards(method, outline, budget, model, aggregation)
 
 
+def _plan_without_step(
+    method: FullBatch, outline: Outline, budget: Budget, num_shards: int, items: Sequence[Item] = ()
+) -> Plan:
+    """The plan before the bytes of a step are known: it says how many are left for one. items: besides a partition."""
+    return outline.make_plan(
+        method,
+        budget,
+        items=[Item("partition", "host", PARTITION_BYTES * outline.data.num_nodes), *items],
+        step_bytes=0.0,
+        min_step_bytes=0.0,
+        steps=1,
+        count=num_shards,
+        covers="a graph in {} shards",
+    )
+
+
 # ---- a sweep
 
 
@@ -79,30 +95,12 @@ def _plan_sweep(method: FullBatch, outline: Outline, budget: Budget, model: GNN)
     partition = partition_together(
         data, method.num_shards, method.partition, seed=outline.job.seed, world=outline.job.world
     )
-    sized = Plan(
-        method=method,
-        items=(
-            *outline.resident_items(),
-            *outline.data_on_host(),
-            Item("partition", "host", PARTITION_BYTES * data.num_nodes),
-            *rows,
-            *gradients,
-        ),
-        limits=outline.limits(budget),
-        compute_place=outline.compute_place,
-        async_evaluation=outline.async_evaluation,
-        hidden_bytes=outline.hidden_bytes(),
-        step_bytes=0.0,  # known below
-        min_step_bytes=0.0,
-        steps=1,
-        count=method.num_shards,
-        covers="a graph in {} shards",
-    )
+    sized = _plan_without_step(method, outline, budget, method.num_shards, [*rows, *gradients])
     # In memory during a step, besides one part: gradients at rows, and of the weights once more while they are added.
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     step_bytes = weight_bytes + (gradient_bytes if are_in_step else 0)
     # The usual loss is a mean over seeds, which a sweep computes part by part.
-    if not outline.job.usual_loss:
+    if not outline.job.task.is_mean:
         step_bytes += LOSS_COPIES * _output_bytes(outline, model)
     layers = measured_layers(outline, partition, max_bytes=sized.limit_bytes - step_bytes)
     parts, part_bytes = _parts_within(sized.limit_bytes - step_bytes, data.graph, partition, layers)
@@ -162,23 +160,7 @@ def _output_bytes(outline: Outline, model: GNN) -> int:
 def _plan_shards(method: FullBatch, outline: Outline, budget: Budget, model: GNN, mode: FetchMode) -> Plan:
     data = outline.data
     num_ranks = outline.job.world.size
-    sized = Plan(
-        method=method,
-        items=(
-            *outline.resident_items(),
-            *outline.data_on_host(),
-            Item("partition", "host", PARTITION_BYTES * data.num_nodes),
-        ),
-        limits=outline.limits(budget),
-        compute_place=outline.compute_place,
-        async_evaluation=outline.async_evaluation,
-        hidden_bytes=outline.hidden_bytes(),
-        step_bytes=0.0,  # known below
-        min_step_bytes=0.0,
-        steps=1,
-        count=num_ranks if num_ranks > 1 else method.num_shards,
-        covers="a graph in {} shards",
-    )
+    sized = _plan_without_step(method, outline, budget, num_ranks if num_ranks > 1 else method.num_shards)
     if "shards" not in outline.learnt:
         outline.learnt["shards"] = _measured_shards(method, outline, model, mode, sized.limit_bytes)
     # Of several ranks each has its share of the nodes, and the halo of these.
@@ -220,7 +202,6 @@ def _measured_shards(method: FullBatch, outline: Outline, model: GNN, mode: Fetc
 
 
 def _whole_sizes(num_nodes: int, num_edges: int, num_layers: int) -> Sizes:
-    """The sizes of a step that computes all layers at all nodes."""
     return Sizes((num_nodes,) * (num_layers + 1), (num_edges,) * num_layers)
 
 
@@ -230,10 +211,11 @@ def _shrink(data: Dataset, num_nodes: int) -> Dataset:
     Only its sizes are those of a part of the graph: sources are taken modulo the number of nodes.
     """
     ids = torch.arange(num_nodes)
+    train = data.splits["train"]
     indptr = data.graph.indptr[: num_nodes + 1].cpu()
     num_edges = int(indptr[-1])
     edge = {name: rows[:num_edges].cpu() for name, rows in data.graph.edge.items()}
-    graph = Graph(indptr, data.graph.indices[:num_edges].cpu() % num_nodes, edge)
+    graph = data.graph.with_arrays(indptr, data.graph.indices[:num_edges].cpu() % num_nodes, edge)
     tables = {name: TensorTable(table.read(ids)) for name, table in data.tables.items()}
     y = None if data.y is None else data.y[:num_nodes].cpu()
     return replace(
@@ -241,12 +223,7 @@ def _shrink(data: Dataset, num_nodes: int) -> Dataset:
         graph=graph,
         tables=tables,
         y=y,
-        splits={"train": _train_ids(data, num_nodes)},
+        splits={"train": train[train < num_nodes]},
         alternatives=(),
         folder=None,
     )
-
-
-def _train_ids(data: Dataset, num_nodes: int) -> Tensor:
-    train = data.splits["train"]
-    return train[train < num_nodes]

@@ -24,9 +24,9 @@ from hopline.contract import Guard, Job, Unit, Work
 from hopline.core.batch import Batch
 from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
-from hopline.methods.partitioned.trimming import NeededRows
-from hopline.methods.partitioned.work import PartsSpec, PartsWork
+from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
+from hopline.methods.partitioned.sweep import Sweep
+from hopline.methods.partitioned.trimming import TrimmedSweep
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.shards.convs.batch_norm import norms_over_ranks
@@ -106,22 +106,22 @@ class SweepWork(Work):
         )
         self.job = job
         self.method = method
-        self.work = PartsWork(job, model, spec, None if plan is None else plan.partition)
-        self.needed = NeededRows(self.work) if method.trim else None
+        self.partitioned = PartitionedGraph(job, model, spec, None if plan is None else plan.partition)
+        self.sweep = TrimmedSweep(self.partitioned) if method.trim else Sweep(self.partitioned)
         self.guard = guard
         self.step_bytes = 0.0 if plan is None else plan.step_bytes
         """The predicted peak of a step, by the plan."""
         if plan is not None:  # the plan counts these apart from the steps
-            self.work.allocate_tables()
-            _ = self.work.swept_positions, self.work.partition.position
+            self.partitioned.allocate_tables()
+            _ = self.partitioned.swept_positions, self.partitioned.partition.position
 
     def guarded(self, guard: Guard, plan: Plan) -> SweepWork:
         """The work over the plan's parts, which are small enough. Its steps are measured, and not split further."""
-        return SweepWork(self.job, self.work.model, self.method, guard, plan)
+        return SweepWork(self.job, self.partitioned.model, self.method, guard, plan)
 
     def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[Unit]:
         if not done:  # an epoch has one unit, step 0. done: a resumed run has trained it
-            unit = SweepUnit(self.job, self.work, ops.derive_key(self.job.seed, epoch, 0), self.needed)
+            unit = SweepUnit(self.job, self.sweep, ops.derive_key(self.job.seed, epoch, 0))
             yield unit if self.guard is None else MeasuredUnit(unit, self.guard, self.step_bytes)
 
 
@@ -130,40 +130,31 @@ class SweepUnit(Unit):
     """One step: a forward and a backward sweep over all parts."""
 
     job: Job
-    work: PartsWork
+    sweep: Sweep | TrimmedSweep
     key: int
-    """Key of the random draws. Both sweeps use it, so that the backward one draws the same dropout."""
-    needed: NeededRows | None = None
-    """The rows that the training nodes need, for a trimmed sweep. None: all rows are computed."""
+    """Key of the random draws. Both passes use it, so that the backward one draws the same dropout."""
 
     @property
     def size(self) -> int:  # type: ignore[override]
         return self.job.train_ids.numel()
 
     @property
+    def weight(self) -> float:
+        y = self.job.data.y
+        weight = None if y is None else self.job.task.weight(y[self.job.train_ids.to(y.device)])
+        return self.size if weight is None else weight
+
+    @property
     def total_size(self) -> int:
         return self.size  # a sweep runs in one process
 
     def forward_backward(self, total: float) -> Tensor:
-        needed = self.needed
-        if needed is not None:
-            trace.count("sweep.rows", needed.num_rows)
-            trace.count("sweep.edges", needed.num_edges)
-        else:
-            num_layers = self.work.model.num_layers
-            trace.count("sweep.rows", self.job.data.num_nodes * num_layers)
-            trace.count("sweep.edges", self.job.data.num_edges * num_layers)
-
+        trace.count("sweep.rows", self.sweep.num_rows)
+        trace.count("sweep.edges", self.sweep.num_edges)
         with autocast(self.job), trace.span("forward", self.job.device):
-            if needed is not None:
-                needed.forward(self.key)
-            else:
-                forward_sweep(self.work, self.key)
+            self.sweep.forward(self.key)
         with autocast(self.job), trace.span("backward", self.job.device):
-            if needed is not None:
-                return needed.backward(self.key, 1 / total)
-            # keep=False: nothing reads the gradients at rows after the step.
-            return backward_sweep(self.work, self.key, 1 / total, keep=False)
+            return self.sweep.backward(self.key, 1 / total)
 
 
 class ShardedWork(Work):
@@ -221,27 +212,33 @@ class ShardedUnit(Unit):
         return self.work.batches.seeds.numel()
 
     @property
+    def weight(self) -> float:
+        weight = self.work.job.task.weight(self.work.batches.seed_labels)
+        return self.size if weight is None else weight
+
+    @property
     def total_size(self) -> int:
         return self.work.batches.total
 
     def forward_backward(self, total: float) -> Tensor:
         job = self.work.job
         batch = self.work.batches.batch(self.key)
-        if job.world.size > 1 and not job.usual_loss:
+        if job.world.size > 1 and not job.task.is_mean:
             return self._run_joint_loss(batch, total)
 
+        weight = self.weight
         with autocast(job), norms_over_ranks(job.world):
             with trace.span("forward", job.device):
                 if self.size:
-                    loss = job.train_step(job.model, batch)
+                    loss = job.task.loss(job.model, batch)
                 else:
                     # A rank without seeds runs the model too: other ranks wait for its rows and its gradients.
                     loss = job.model(batch).sum() * 0
             with trace.span("backward", job.device):
-                # `loss` is a mean over this rank's seeds.
-                (loss * (self.size / total)).backward()
+                # `loss` is a mean over this rank's examples.
+                (loss * (weight / total)).backward()
         self.work.batches.transport.end_step()
-        return loss.detach() * self.size
+        return loss.detach() * weight
 
     def _run_joint_loss(self, batch: Batch, total: float) -> Tensor:
         """A step with a loss of the user's own: every rank computes it over the training nodes of all ranks.

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hopline.budget.micro_batches import edges_of_run
 from hopline.core.batch import Block
 from hopline.nn.norms import running_statistics
 
 if TYPE_CHECKING:
     from hopline.methods.historical.batches import HistoricalBatch
-    from hopline.methods.historical.work import HistoricalWork
+    from hopline.methods.partitioned.partitioned_graph import PartitionedGraph
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +41,9 @@ class OutNeighbors:
     dst_positions: Tensor
     """[num_dst] int64 on the host: positions of all destinations in the tables of gradients."""
 
-    def narrow(self, dst: slice, block: Block, whole_src_idx: Tensor) -> OutNeighbors:
-        """The out-neighbours at some destinations only, for a batch in micro-batches.
-
-        dst: the destinations to keep. block: their in-edges. whole_src_idx: [block.num_src] int64, which source of
-        the whole block each source of `block` is.
-        """
+    def narrow(self, dst: slice) -> OutNeighbors:
+        """The out-neighbours at some destinations only, for a batch in micro-batches."""
+        block, whole_src_idx = edges_of_run(self.block, dst)
         # [num_src]: the local id of each source among the batch's own nodes, -1 for nodes outside the batch.
         local_idx = torch.full((self.block.num_src,), -1, device=whole_src_idx.device)
         local_idx[self.batch_src_idx] = self.own_idx
@@ -68,7 +66,7 @@ class OutNeighbors:
         )
 
 
-def compensation_loss(work: HistoricalWork, hist_batch: HistoricalBatch) -> Tensor:
+def compensation_loss(partitioned: PartitionedGraph, hist_batch: HistoricalBatch) -> Tensor:
     """A scalar whose gradient at the batch's own rows is what out-neighbours outside would send back.
 
     Let L be the summed loss over the whole graph, h_j the row of a batch node j after layer l, and h'_i the row of
@@ -83,20 +81,20 @@ def compensation_loss(work: HistoricalWork, hist_batch: HistoricalBatch) -> Tens
 
     has the gradient g_j at h_j. Adding it to the loss lets one backward pass do both.
     """
-    loss = torch.zeros((), device=work.job.device)
+    loss = torch.zeros((), device=partitioned.job.device)
     out_neighbors = hist_batch.out_neighbors
     if out_neighbors is None or not out_neighbors.block.num_dst:
         return loss
-    for l in range(work.model.num_layers - 1):
+    for l in range(partitioned.model.num_layers - 1):
         # `halo` appends the halo's rows between layers, and records the batch's own.
         own_rows = hist_batch.halo.rows[l]
-        gradient = compensation_gradient(work, hist_batch, out_neighbors, l, own_rows)
+        gradient = compensation_gradient(partitioned, hist_batch, out_neighbors, l, own_rows)
         loss = loss + (own_rows * gradient).sum()
     return loss
 
 
 def compensation_gradient(
-    work: HistoricalWork, hist_batch: HistoricalBatch, out_neighbors: OutNeighbors, l: int, own_rows: Tensor
+    partitioned: PartitionedGraph, hist_batch: HistoricalBatch, out_neighbors: OutNeighbors, l: int, own_rows: Tensor
 ) -> Tensor:
     """[num_own, ...]: what out-neighbours outside send back to the batch's own rows after layer `l`.
 
@@ -116,9 +114,9 @@ def compensation_gradient(
     # The batch's key, so that dropout is drawn as in the batch's own layers.
     block = replace(out_neighbors.block, key=hist_batch.batch.key)
     # Batch norms use their running statistics: a step's own statistics must not include nodes outside its batch.
-    norm_modules = [work.model.convs[l + 1], work.model.norms[l + 1]]
-    with torch.enable_grad(), running_statistics(norm_modules, enabled=True):
-        outputs = work.layer_at(l + 1, block, inputs)
+    norm_modules = [partitioned.model.convs[l + 1], partitioned.model.norms[l + 1]]
+    with torch.enable_grad(), running_statistics(norm_modules):
+        outputs = partitioned.layer_at(l + 1, block, inputs)
 
     output_gradients = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, like=outputs)
     # A layer may let no gradient through at all, or not read these rows.

@@ -11,7 +11,7 @@ The push is a call of its own, because only the loop knows when the optimizer's 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -193,10 +193,10 @@ class HistoricalLoader(NotCopied):
 
     def _make_empty_batch(self) -> Batch:
         """A batch without nodes, for a rank that has no parts left at a turn."""
-        work = self.work
+        partitioned = self.work.partitioned
         nodes = torch.empty(0, dtype=torch.int64)
-        block = replace(full_block(work.parts.sampler, nodes), graph=work.batches.graph)
-        return work.batches.batch_of(block, nodes, None)
+        block = replace(full_block(partitioned.parts.sampler, nodes), graph=partitioned.batches.graph)
+        return partitioned.batches.batch_of(block, nodes, None)
 
     # ---- the tables
 
@@ -224,7 +224,7 @@ class HistoricalLoader(NotCopied):
         y = self.data.y
         is_seed = torch.zeros(self.data.num_nodes, dtype=torch.bool)
         is_seed[find_seeds(self.data, ids).cpu()] = True
-        all_groups = self.work.parts.own_groups  # of this rank, which is the only one
+        all_groups = self.work.partitioned.parts.own_groups  # of this rank, which is the only one
         for group in all_groups:
             hist_batch = self.work.batch(group, key=None)  # no random draws
             assert hist_batch is not None
@@ -250,19 +250,7 @@ class HistoricalLoader(NotCopied):
 
 
 def _with_turn(batch: Batch, turn: Turn | None) -> HaloBatch:
-    """The batch as a `HaloBatch`."""
-    return HaloBatch(
-        seeds=batch.seeds,
-        blocks=batch.blocks,
-        x=batch.x,
-        y=batch.y,
-        tables=batch.tables,
-        key=batch.key,
-        total_seeds=batch.total_seeds,
-        output_idx=batch.output_idx,
-        groups=batch.groups,
-        turn=turn,
-    )
+    return HaloBatch(**{field.name: getattr(batch, field.name) for field in fields(Batch)}, turn=turn)
 
 
 def make_loader(

@@ -26,7 +26,7 @@ from hopline.methods.partitioned.memory_plan import (
     sum_of_largest,
     table_items,
 )
-from hopline.methods.partitioned.work import partition_together
+from hopline.methods.partitioned.partitioned_graph import partition_together
 from hopline.nn.gnn import row_widths
 from hopline.tables.history import DTYPES
 from hopline.units.loss_at_outputs import LOSS_COPIES
@@ -77,7 +77,7 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
         own_width = 2 * hidden_width
         if method.compensate:
             own_width += widths[-1] + 2 * max(widths[1:-1], default=0)
-        if not outline.job.usual_loss:
+        if not outline.job.task.is_mean:
             own_width += LOSS_COPIES * widths[-1]
         resident_bytes = num_own * own_width * outline.dtype.itemsize + MAP_BYTES_PER_NODE * num_src
         degree = int(data.graph.in_degrees().max()) if data.num_nodes else 0
@@ -90,19 +90,10 @@ def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
         piece_bytes = MARGIN * max(layers.largest(one_node), layers.largest(probed))
         piece_bytes += EDGES_BYTES * max(one_node.nodes[0], probed.nodes[0])
         min_step_bytes = sum(state_bytes(model)) + resident_bytes + piece_bytes
-    plan = Plan(
-        method=method,
-        items=(
-            *outline.resident_items(),
-            *outline.data_on_host(),
-            Item("partition", "host", PARTITION_BYTES * data.num_nodes),
-            prepared,
-            *tables,
-        ),
-        limits=outline.limits(budget),
-        compute_place=outline.compute_place,
-        async_evaluation=outline.async_evaluation,
-        hidden_bytes=outline.hidden_bytes(),
+    plan = outline.make_plan(
+        method,
+        budget,
+        items=[Item("partition", "host", PARTITION_BYTES * data.num_nodes), prepared, *tables],
         step_bytes=step_bytes,
         min_step_bytes=min_step_bytes,
         steps=-(-method.num_parts // method.parts_per_batch),

@@ -22,7 +22,7 @@ layers on a few nodes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline import ops
-from hopline.budget.micro_batches import check_split, find_fewest, micro_batch_of, sizes_of
+from hopline.budget.micro_batches import batch_of_block, check_split, edges_of_run, find_fewest, sizes_of
 from hopline.core.batch import Batch, Block
 from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import Rows
@@ -41,7 +41,7 @@ from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.compensation import compensation_gradient
 from hopline.methods.historical.step import HistoricalUnit
-from hopline.methods.partitioned.layer_bytes import LayerBytes, loss_for_probe
+from hopline.methods.partitioned.layer_bytes import LayerBytes, ZeroRows, loss_for_probe
 from hopline.methods.partitioned.memory_plan import ENOUGH_NODES, MAP_BYTES_PER_NODE
 from hopline.methods.partitioned.sweep_loss import make_sweep_loss
 from hopline.nn.gnn import GNN
@@ -107,7 +107,7 @@ def runs_to_fit(
     Raises:
         ValueError: A single node does not fit.
     """
-    batch = _as_batch(block)
+    batch = batch_of_block(block)
     # A node's cost: its in-edges, and its own row.
     weight = block.part.indptr.cpu().diff() + 1
     if limit > 0:
@@ -116,7 +116,7 @@ def runs_to_fit(
         num_micro_batches = block.num_dst  # nothing fits; the error names the bytes of a single node
 
     def largest_peak(runs: list[slice]) -> float:
-        return max(map(bytes_of, sizes_of(batch, [_positions(run) for run in runs])))
+        return max(map(bytes_of, sizes_of(batch, [torch.arange(run.start, run.stop) for run in runs])))
 
     runs, peak_bytes = find_fewest(
         partial(balanced_runs, weight, ends),
@@ -135,10 +135,6 @@ def runs_to_fit(
     )
 
 
-def _positions(run: slice) -> Tensor:
-    return torch.arange(run.start, run.stop)
-
-
 def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> slice:
     """A run of `count` nodes of a batch, for a measurement.
 
@@ -155,11 +151,6 @@ def typical_run(hist_batch: HistoricalBatch, count: int, with_seeds: bool) -> sl
         num_edges = indptr[count:] - indptr[:-count]
         start = int(num_edges.median(dim=0).indices)
     return slice(start, start + count)
-
-
-def _as_batch(block: Block) -> Batch:
-    """A block as a batch of one layer: all its destinations are seeds, without input rows or layer hooks."""
-    return Batch(block.dst_ids, (replace(block, layer_hooks=None),), None, None)
 
 
 def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
@@ -225,9 +216,7 @@ class MicroBatch:
         They are built again for every layer, so that memory holds those of one micro-batch at a time.
         """
         whole = self.hist_batch.block
-        micro_batch = micro_batch_of(_as_batch(whole), _positions(self.run))
-        (block,) = micro_batch.blocks
-        whole_src_idx = micro_batch.input_idx  # which source of `whole` each source of `block` is
+        block, whole_src_idx = edges_of_run(whole, self.run)
         is_halo = whole_src_idx >= whole.num_dst
 
         # Stable, so destinations, which are own nodes and come first, stay the first sources.
@@ -277,23 +266,6 @@ class MicroBatch:
         return bool((self._seed_idx >= 0).any())
 
 
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """A block, split by runs of its destinations. Each iteration builds one run's edges at a time.
-
-    Yields (run, block of the run's in-edges, whole_src_idx). whole_src_idx: [num_src] int64, which source of the whole
-    block each source of the run's block is.
-    """
-
-    block: Block
-    runs: Sequence[slice]
-
-    def __iter__(self) -> Iterator[tuple[slice, Block, Tensor]]:
-        for run in self.runs:
-            micro_batch = micro_batch_of(_as_batch(self.block), _positions(run))
-            yield run, micro_batch.blocks[0], micro_batch.input_idx
-
-
 # ---- a batch, layer by layer over its micro-batches
 
 
@@ -320,7 +292,7 @@ class BatchPlan(LayerPlan[MicroBatch]):
         return Piece(block=edges.block, src=edges, dst=chunk.run, number=chunk.number, batch=batch, chunk=chunk)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
-        return self.work.batches.inputs_of(ids)
+        return self.work.partitioned.batches.inputs_of(ids)
 
 
 class Probe:
@@ -333,7 +305,7 @@ class Probe:
         self.work = work
         self.hist_batch = hist_batch
         self.plan = BatchPlan(work, hist_batch)
-        self.layers = Layers(work.model, self.plan, ZeroRows(work), key=self.plan.key)
+        self.layers = Layers(work.model, self.plan, ZeroRows(work.partitioned, _num_rows), key=self.plan.key)
 
     def teach(self, layers: LayerBytes, target_bytes: float) -> None:
         """Measure all layers on 1, 2, 4, ... nodes, and let `layers` learn.
@@ -402,23 +374,8 @@ class Probe:
         return replace(piece.batch, seeds=piece.block.dst_ids, y=y, output_idx=output_idx)
 
 
-class ZeroRows(Boundaries):
-    """Rows and gradients of zeros, which take the memory that those of a batch would take."""
-
-    def __init__(self, work: HistoricalWork) -> None:
-        super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
-        self.example_rows = work.example_rows
-
-    def read(self, l: int, at: LayerEdges | slice) -> Tensor:
-        row = self.example_rows[l]
-        num_rows = at.block.num_src if isinstance(at, LayerEdges) else at.stop - at.start
-        return row.new_zeros(num_rows, *row.shape[1:])
-
-    def gradient(self, l: int, at: LayerEdges | slice) -> Tensor:
-        return self.read(l, at)
-
-    def add(self, l: int, at: LayerEdges | slice, rows: Tensor | None) -> None:
-        """Drop the gradient: nothing reads it."""
+def _num_rows(at: LayerEdges | slice) -> int:
+    return at.block.num_src if isinstance(at, LayerEdges) else at.stop - at.start
 
 
 class LayerPeak(NamedTuple):
@@ -463,10 +420,11 @@ class MicroBatches(BatchPlan):
         ends = torch.tensor(part_sizes).cumsum(0).tolist()
         runs = self._find_runs(hist_batch.block, ends, range(self.last + 1))
         self.all = [MicroBatch(hist_batch, number, run) for number, run in enumerate(runs)]
-        self.out_neighbors: Iterable[tuple[slice, Block, Tensor]] = ()
+        self.out_neighbor_runs: list[slice] = []
+        """Runs of the out-neighbours, which compensation computes one after the other."""
         if hist_batch.out_neighbors is not None and hist_batch.out_neighbors.block.num_dst:
             block = hist_batch.out_neighbors.block
-            self.out_neighbors = Runs(block, self._find_runs(block, [block.num_dst], range(1, self.last + 1)))
+            self.out_neighbor_runs = self._find_runs(block, [block.num_dst], range(1, self.last + 1))
 
         self.rows: dict[int, Tensor] = hist_batch.halo.rows
         """By layer, [num_own, ...]: the batch's own rows after it. The halo's recorder holds them, for the push."""
@@ -480,7 +438,7 @@ class MicroBatches(BatchPlan):
         """The bytes that stay taken during the whole step: rows and gradients of all own nodes, and buffers."""
         num_own = self.hist_batch.block.num_dst
         # Bytes of one row after each layer.
-        *hidden, last = [row.nbytes for row in self.work.example_rows]
+        *hidden, last = [row.nbytes for row in self.work.partitioned.example_rows]
         # Rows after all layers but the last. Gradients after these too, or after two: one is read, the one before it
         # written.
         gradients = hidden if self.keeps_all else sorted(hidden)[-2:]
@@ -489,7 +447,7 @@ class MicroBatches(BatchPlan):
         if self.compensates:
             num_bytes += num_own * (last + 2 * max(hidden, default=0))
         # A loss of the user's own needs the outputs of all seeds at once.
-        if not self.work.job.usual_loss:
+        if not self.work.job.task.is_mean:
             num_bytes += LOSS_COPIES * last * self.hist_batch.batch.num_seeds
         return num_bytes + MAP_BYTES_PER_NODE * self.hist_batch.block.num_src + self.guard.overhead_bytes()
 
@@ -549,10 +507,11 @@ class MicroBatches(BatchPlan):
     def backward(self, total: float) -> Tensor:
         """Add the gradient of the batch's share of the mean loss over `total` examples. Returns its summed loss."""
         num_seeds = self.hist_batch.batch.num_seeds
+        weight = self.work.job.weight_of(self.hist_batch.batch)
         num_own = self.hist_batch.block.num_dst
         # The penalty in `HistoricalUnit` is a mean over own nodes and over layers but the first, which has none. The
         # engine wants it per layer and node.
-        penalty = self.work.method.lipschitz * num_seeds / (total * num_own * max(1, self.last))
+        penalty = self.work.method.lipschitz * weight / (total * num_own * max(1, self.last))
 
         def whole_batch(seeds: Tensor, labels: Tensor | None) -> Batch:
             # It has these seeds and labels already.
@@ -584,7 +543,7 @@ class BatchRows(Boundaries):
 
     def __init__(self, batches: MicroBatches, scale: float) -> None:
         work = batches.work
-        super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
+        super().__init__(work.partitioned.histories, device=work.job.device, dtype=work.partitioned.dtype)
         self.batches = batches
         self.hist_batch = batches.hist_batch
         self.last = batches.last
@@ -643,12 +602,13 @@ class BatchRows(Boundaries):
 
     def gradients_complete(self, l: int) -> None:
         batches = self.batches
+        partitioned = batches.work.partitioned
         hist_batch = self.hist_batch
         if l < self.last and hist_batch.out_neighbors is not None:
             # Before the engine goes back through layer l: what out-neighbours would send to the rows after it.
-            for run, block, whole_src_idx in batches.out_neighbors:
-                out_neighbors = hist_batch.out_neighbors.narrow(run, block, whole_src_idx)
-                gradient = compensation_gradient(batches.work, hist_batch, out_neighbors, l, self.own_rows[l])
+            for run in batches.out_neighbor_runs:
+                out_neighbors = hist_batch.out_neighbors.narrow(run)
+                gradient = compensation_gradient(partitioned, hist_batch, out_neighbors, l, self.own_rows[l])
                 self.totals[l].add_(gradient, alpha=self.scale)
                 del out_neighbors, gradient  # or the next run's would come on top of them
         # Two layers' gradients at a time, as `_find_resident_bytes` counts them.

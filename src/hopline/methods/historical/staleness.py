@@ -16,18 +16,14 @@ exact rows would need more hops.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from hopline.core.batch import Block
 from hopline.core.sampler import full_block
-from hopline.inference import evaluating
+from hopline.device.snapshots import evaluating
+from hopline.methods.partitioned.partitioned_graph import PartitionedGraph
 from hopline.util import trace
-
-if TYPE_CHECKING:
-    from hopline.methods.historical.work import HistoricalWork
 
 MAX_NODES = 256
 """Most nodes whose rows are compared."""
@@ -42,8 +38,8 @@ class RowDrift:
     its measurement anew.
     """
 
-    def __init__(self, work: HistoricalWork) -> None:
-        self.work = work
+    def __init__(self, partitioned: PartitionedGraph) -> None:
+        self.partitioned = partitioned
         self.age_sum = 0
         """The sum of the ages, in steps, of the rows that batches have read in this epoch."""
         self.num_rows = 0
@@ -65,15 +61,15 @@ class RowDrift:
 
     def begin_epoch(self) -> None:
         """Compute the rows to compare with, unless those of an earlier epoch still wait to be compared."""
-        if self._start_rows is None and self.work.model.num_layers > 1:
+        if self._start_rows is None and self.partitioned.model.num_layers > 1:
             self._start_rows = self._compute_rows()
-            self._start_step = self.work.histories.step
+            self._start_step = self.partitioned.histories.step
 
     def end_step(self) -> None:
         """Compare after a step, once the rows of `begin_epoch` are as old as those that batches read."""
         if self._start_rows is None or not self.num_rows:
             return
-        if self.work.histories.step - self._start_step >= self._age:
+        if self.partitioned.histories.step - self._start_step >= self._age:
             start_rows = self._start_rows
             self._start_rows = None
             trace.count("history.drift", relative_distance(start_rows, self._compute_rows()))
@@ -89,22 +85,22 @@ class RowDrift:
         """[n, ...] float32: current rows of the compared nodes after the first layer, in evaluation mode."""
         if self._block is None:
             self._block = self._find_block()
-        with evaluating(self.work.model):
-            return self.work.layer_at(0, self._block).float()
+        with evaluating(self.partitioned.model):
+            return self.partitioned.layer_at(0, self._block).float()
 
     def _find_block(self) -> Block:
         """Nodes spread over the graph, with all their in-edges: as many as `MAX_NODES` and `MAX_INPUTS` allow."""
-        work = self.work
-        graph = work.parts.graph
+        job = self.partitioned.job
+        graph = job.data.graph
         candidates = torch.linspace(0, graph.num_nodes - 1, MAX_NODES).long().unique()
-        num_features = max(1, work.job.data.num_features)
+        num_features = max(1, job.data.num_features)
         num_inputs = num_features * (1 + graph.in_degrees(candidates))
         # Nodes of low degree first: a hub would take the place of all others.
         order = num_inputs.argsort(stable=True)
         fits = num_inputs[order].cumsum(0) <= MAX_INPUTS
         fits[0] = True  # at least one node, however many inputs it has
         nodes = candidates[order[fits]].sort().values
-        return full_block(work.parts.sampler, nodes).to(work.job.device)
+        return full_block(self.partitioned.parts.sampler, nodes).to(job.device)
 
 
 def relative_distance(before: Tensor, now: Tensor) -> float:

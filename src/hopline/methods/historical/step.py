@@ -53,6 +53,10 @@ class HistoricalUnit(Unit):
         return 0 if self.hist_batch is None else self.hist_batch.batch.num_seeds
 
     @property
+    def weight(self) -> float:
+        return 0 if self.hist_batch is None else self.work.job.weight_of(self.hist_batch.batch)
+
+    @property
     def total_size(self) -> float | None:
         return self.total
 
@@ -71,23 +75,24 @@ class HistoricalUnit(Unit):
         if hist_batch is None or not self.has_gradient:
             self._forward_only()
             return torch.zeros((), device=job.device)
+        weight = self.weight
         ages = hist_batch.row_reader.ages(hist_batch.halo.positions)
         report_ages(ages)
         work.drift.observe_ages(ages)
 
         with autocast(job), trace.span("forward", job.device):
             if self.size:
-                loss = job.train_step(job.model, hist_batch.batch)
+                loss = job.task.loss(job.model, hist_batch.batch)
             else:
                 # A batch without seeds learns from compensation alone, which needs the batch's rows and their
-                # autograd graph. So the model runs. The sum is no loss: `size` is 0, and it is multiplied by that.
+                # autograd graph. So the model runs. The sum is no loss: `weight` is 0, and it is multiplied by that.
                 loss = job.model(hist_batch.batch).sum()
-            objective = loss * self.size
+            objective = loss * weight
             spreads = hist_batch.halo.spreads
             if spreads:
-                objective = objective + work.method.lipschitz * self.size * torch.stack(spreads).mean()
+                objective = objective + work.method.lipschitz * weight * torch.stack(spreads).mean()
             if work.method.compensate:
-                objective = objective + compensation_loss(work, hist_batch)
+                objective = objective + compensation_loss(work.partitioned, hist_batch)
         with trace.span("backward", job.device):
             (objective / total).backward()
 
@@ -95,7 +100,7 @@ class HistoricalUnit(Unit):
         # is undone.
         if work.method.compensate:
             self.row_gradients = {l: h.grad * total for l, h in hist_batch.halo.rows.items() if h.grad is not None}
-        return loss.detach() * self.size
+        return loss.detach() * weight
 
     def push_only(self) -> None:
         """Compute and push the batch's rows without gradients."""

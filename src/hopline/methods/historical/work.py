@@ -33,9 +33,9 @@ from hopline.methods.historical.groups import Groups
 from hopline.methods.historical.micro_batches import GuardedHistoricalUnit, LayerBytes
 from hopline.methods.historical.staleness import RowDrift
 from hopline.methods.historical.step import HistoricalUnit
+from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
 from hopline.methods.partitioned.parts import Group
-from hopline.methods.partitioned.sweep import backward_sweep, forward_sweep
-from hopline.methods.partitioned.work import PartsSpec, PartsWork
+from hopline.methods.partitioned.sweep import Sweep
 from hopline.nn.gnn import GNN
 from hopline.util import trace
 
@@ -74,42 +74,35 @@ class Commit:
         return cls(row_ranges=row_ranges, rows=state["rows"], gradients=state["gradients"], step=state["step"])
 
 
-class HistoricalWork(PartsWork, Work):
+class HistoricalWork(Work):
     """Historical training of one job.
 
     Ranks take their turns together. From the next turn on, or `lag` turns later, all of them see the rows that a batch
     commits.
 
-    Owns the tables and the commits that wait.
+    Owns the graph in parts, with its tables, and the commits that wait.
     """
 
     def __init__(self, job: Job, model: GNN, method: Historical, partition: Partition | None = None) -> None:
+        self.job = job
+        self.model = model
         self.method = method
-        super().__init__(job, model, _spec(method), partition)
-        self.drift = RowDrift(self)
+        self.partitioned = PartitionedGraph(job, model, _spec(method), partition)
+        self.groups = Groups(method, self.partitioned.assignment, job.seed)
+        self.batches = HistoricalBatches(method, self.partitioned)
+        self.drift = RowDrift(self.partitioned)
         self.guard: Guard | None = None
         """Keeps the steps within a budget. None without a budget."""
         self.filled = False
         """Whether an epoch has begun, so that the tables may hold rows."""
         self.waiting: deque[Commit] = deque()
         """Commits that are not written yet, oldest first: those of the last `lag` turns."""
-        self._epoch_hosts = self.assignment.hosts
+        self._epoch_hosts = self._hosts
         """By rank: its host, in the run that began the epoch. A checkpoint may be from a run with other ranks."""
 
-    parts: Groups
-    batches: HistoricalBatches
-
-    def _new_parts(self) -> Groups:
-        return Groups(
-            graph=self.job.data.graph,
-            partition=self.partition,
-            method=self.method,
-            assignment=self.assignment,
-            seed=self.job.seed,
-        )
-
-    def _new_batches(self) -> HistoricalBatches:
-        return HistoricalBatches(self)
+    @property
+    def _hosts(self) -> tuple[int, ...]:
+        return self.partitioned.assignment.hosts
 
     def describe(self) -> WorkDescription:
         return WorkDescription(refreshes=self.method.refresh_every == 1)  # in every epoch
@@ -117,7 +110,8 @@ class HistoricalWork(PartsWork, Work):
     def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
         """This work, which from now on splits a batch into micro-batches if it would exceed the budget."""
         self.guard = guard
-        _ = self.example_rows, self.partition.position  # else they would be part of the first step
+        # Computed now, or they would be part of the first step.
+        _ = self.partitioned.example_rows, self.partitioned.partition.position
         return self
 
     # ---- batches
@@ -129,9 +123,9 @@ class HistoricalWork(PartsWork, Work):
         """
         if epoch == 1 and not done:
             self._begin()
-        self.prepare()
+        self.partitioned.prepare()
         # Ranks and hosts decide which rank trains which batch. So within an epoch, a run resumes only with the same.
-        if done and self._epoch_hosts != self.assignment.hosts:
+        if done and self._epoch_hosts != self._hosts:
             raise ValueError(
                 f"this epoch was begun by {len(self._epoch_hosts)} ranks on {max(self._epoch_hosts) + 1} hosts: resume "
                 "with as many, or from a checkpoint at the end of an epoch"
@@ -145,10 +139,10 @@ class HistoricalWork(PartsWork, Work):
         self.filled = True
 
         epoch_key = ops.derive_key(self.job.seed, epoch)
-        rank = self.assignment.rank
+        rank = self.partitioned.assignment.rank
         num_units = 0  # units of the turns so far, this one included
         self.drift.begin_epoch()
-        for step, turn in enumerate(self.parts.turns_of(epoch)):
+        for step, turn in enumerate(self.groups.turns_of(epoch)):
             total: float = sum(self._num_seeds(group) for group in turn)
             has_gradient = self.method.compensate or total > 0
             if has_gradient:
@@ -161,7 +155,7 @@ class HistoricalWork(PartsWork, Work):
                 # With compensation a batch gives its part of the full gradient, however many seeds it has. So every
                 # batch stands for an equal share of the seeds.
                 num_batches = sum(group != () for group in turn)
-                total = num_batches * self.job.train_ids.numel() / self.parts.num_groups
+                total = num_batches * self.job.train_ids.numel() / self.groups.num_groups
             with trace.span("sample"):
                 hist_batch = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
             unit = self.unit(hist_batch, total)
@@ -174,7 +168,7 @@ class HistoricalWork(PartsWork, Work):
 
     def num_learning(self, epoch: int) -> int:
         """The number of units of an epoch: turns at which some rank has seeds, or all turns with compensation."""
-        turns = self.parts.turns_of(epoch)
+        turns = self.groups.turns_of(epoch)
         if self.method.compensate:
             return len(turns)
         return len([turn for turn in turns if any(map(self._num_seeds, turn))])
@@ -182,9 +176,8 @@ class HistoricalWork(PartsWork, Work):
     def _begin(self) -> None:
         """Begin a run with empty tables: those of a run before hold rows of other weights."""
         if self.filled:
-            self.histories = self._new_histories("h")
-            self.gradients = self._new_histories("gradient")
-            self.drift = RowDrift(self)
+            self.partitioned.empty_tables()
+            self.drift = RowDrift(self.partitioned)
             self.filled = False
             self.waiting.clear()
 
@@ -199,7 +192,8 @@ class HistoricalWork(PartsWork, Work):
     @cached_property
     def _seeds_of_parts(self) -> Tensor:
         """[num_parts] int64: the number of training nodes in each part."""
-        return torch.bincount(self.partition.part_of[self.batches.is_training], minlength=self.partition.num_parts)
+        partition = self.partitioned.partition
+        return torch.bincount(partition.part_of[self.partitioned.batches.is_training], minlength=partition.num_parts)
 
     def batch(self, group: Group, key: int | None) -> HistoricalBatch | None:
         """A group's nodes with all their in-edges, or None for an empty group. See `HistoricalBatches.make`."""
@@ -214,16 +208,17 @@ class HistoricalWork(PartsWork, Work):
 
     def refresh(self) -> None:
         """Compute all rows of the tables exactly with the weights of now, and with compensation all gradients too."""
-        self.prepare()
+        self.partitioned.prepare()
         self.flush(0)  # or commits that wait would later overwrite exact rows by older ones
         with trace.span("refresh"):
-            forward_sweep(self)
+            sweep = Sweep(self.partitioned, keeps_gradients=self.method.compensate)
+            sweep.forward()
             if self.method.compensate:
                 # The sweep adds to the parameters' gradients, which belong to the step. So they are put aside:
                 # autograd would add to them in place.
                 gradients = [(p, p.grad) for p in self.job.module.parameters()]
                 self.job.module.zero_grad(set_to_none=True)
-                backward_sweep(self)
+                sweep.backward()
                 for p, gradient in gradients:
                     p.grad = gradient
 
@@ -238,9 +233,10 @@ class HistoricalWork(PartsWork, Work):
 
         def keep(l: int, ids: Tensor, rows: Tensor) -> None:
             self.flush(0)  # older rows must not come later
-            positions = self.partition.position[ids.cpu()]
-            self.histories.write(l, positions, rows)
-            self.histories.written[positions] = self.histories.step
+            histories = self.partitioned.histories
+            positions = self.partitioned.partition.position[ids.cpu()]
+            histories.write(l, positions, rows)
+            histories.written[positions] = histories.step
 
         return keep
 
@@ -249,14 +245,15 @@ class HistoricalWork(PartsWork, Work):
 
         Collective: every rank calls it at every turn, also without a batch.
         """
-        self.histories.step += 1
+        histories = self.partitioned.histories
+        histories.step += 1
         self.waiting.append(
             Commit(
                 row_ranges=() if hist_batch is None else hist_batch.halo.row_ranges,
                 rows={} if hist_batch is None else dict(hist_batch.halo.commits()),
                 gradients=gradients,
-                step=self.histories.step,
-                computed=self.histories.now(),
+                step=histories.step,
+                computed=histories.now(),
             )
         )
         self.flush(self.method.lag)
@@ -270,14 +267,16 @@ class HistoricalWork(PartsWork, Work):
         """
         if len(self.waiting) <= max_waiting:
             return
+        histories = self.partitioned.histories
+        gradients = self.partitioned.gradients
         self.job.world.barrier()  # all ranks have read what their batches need
         while len(self.waiting) > max_waiting:
             commit = self.waiting.popleft()
             for l, rows in commit.rows.items():
-                self.histories.write(l, commit.row_ranges, rows, commit.computed)
+                histories.write(l, commit.row_ranges, rows, commit.computed)
             for l, rows in commit.gradients.items():
-                self.gradients.write(l, commit.row_ranges, rows, commit.computed)
-            self.histories.stamp(commit.row_ranges, commit.step)
+                gradients.write(l, commit.row_ranges, rows, commit.computed)
+            histories.stamp(commit.row_ranges, commit.step)
         self.job.world.barrier()  # all ranks have written: reading may begin
 
     def state_dict(self) -> dict[str, Any]:
@@ -286,11 +285,11 @@ class HistoricalWork(PartsWork, Work):
         Collective. It is complete on the first rank, which writes the checkpoint.
         """
         return {
-            "histories": self.histories.state_dict(),
-            "gradients": self.gradients.state_dict(),
+            "histories": self.partitioned.histories.state_dict(),
+            "gradients": self.partitioned.gradients.state_dict(),
             "filled": self.filled,
             "waiting": self._gather_waiting(),
-            "hosts": list(self.assignment.hosts),
+            "hosts": list(self._hosts),
         }
 
     def _gather_waiting(self) -> list[list[dict[str, Any]]]:
@@ -310,15 +309,15 @@ class HistoricalWork(PartsWork, Work):
         waiting = state["waiting"]
         self._epoch_hosts = tuple(state["hosts"])
         # Commits that wait belong to one rank each, so they can only go back to as many ranks.
-        if any(waiting) and self._epoch_hosts != self.assignment.hosts:
+        if any(waiting) and self._epoch_hosts != self._hosts:
             raise ValueError(
                 f"with lag= a run resumes with as many ranks and hosts as it had: {len(self._epoch_hosts)} ranks on "
                 f"{max(self._epoch_hosts) + 1} hosts"
             )
-        self.histories.load_state_dict(state["histories"])
-        self.gradients.load_state_dict(state["gradients"])
+        self.partitioned.histories.load_state_dict(state["histories"])
+        self.partitioned.gradients.load_state_dict(state["gradients"])
         self.filled = state["filled"]
-        own_waiting = waiting[self.assignment.rank] if any(waiting) else ()
+        own_waiting = waiting[self.partitioned.assignment.rank] if any(waiting) else ()
         self.waiting = deque(map(Commit.from_state, own_waiting))
 
 
@@ -330,6 +329,10 @@ def _spec(method: Historical) -> PartsSpec:
         tables=method.tables,
         folder=method.folder,
         with_gradients=method.compensate,
+        parts_per_group=method.parts_per_batch,
+        has_halo=method.halo != "drop",
+        with_edge_ids=method.edge_dropout > 0,
+        caches_blocks=True if method.groups == "fixed" else None,
     )
 
 

@@ -8,21 +8,17 @@ Tables that the GPU reads itself (device or pinned memory) are not moved: the ba
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hopline import ops
+from hopline.contract import Job
 from hopline.core.batch import Batch, Block
-from hopline.core.graph import Graph
 from hopline.core.row_handles import Rows
 from hopline.device import pinned
-from hopline.methods.partitioned.parts import Group
+from hopline.methods.partitioned.parts import Group, Parts
 from hopline.pipeline.transfer import Mover
-
-if TYPE_CHECKING:
-    from hopline.methods.partitioned.work import PartsWork
 
 LOOK_AHEAD = 2
 """Most batches whose tensors are in transfer to a GPU at once."""
@@ -32,21 +28,25 @@ class PartBatches:
     """Makes batches of the nodes of parts, on the model's device.
 
     Owns the mover, and caches the positions of halos that come again.
+
+    num_layers: blocks of a batch, one for each layer of the model.
     """
 
-    def __init__(self, work: PartsWork) -> None:
-        self.work = work
-        self.device = work.job.device
-        self.data = work.job.data
+    def __init__(self, job: Job, parts: Parts, num_layers: int) -> None:
+        self.parts = parts
+        self.num_layers = num_layers
+        self.device = job.device
+        self.data = job.data
         self.mover = Mover(self.device, LOOK_AHEAD)
         # [num_nodes] bool on the host: which nodes are seeds.
         self.is_training = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        self.is_training[work.job.train_ids.cpu()] = True
-        graph = work.parts.graph
+        self.is_training[job.train_ids.cpu()] = True
+        graph = parts.graph
         # Convs read degrees on the batch's device, which therefore gets a copy of `indptr`. Edges stay on the host.
-        self.graph = Graph(graph.indptr.to(self.device), graph.indices, graph.edge) if self.on_gpu else graph
+        indptr = graph.indptr.to(self.device)
+        self.graph = graph.with_arrays(indptr, graph.indices, graph.edge) if self.on_gpu else graph
         self._halo_positions: dict[Group, Tensor] = {}
-        """By group, for those whose edges never change: the positions of its halo."""
+        """By group, for those with a cached block: the positions of its halo."""
 
     @property
     def on_gpu(self) -> bool:
@@ -56,17 +56,17 @@ class PartBatches:
         """[n] int64 on the host: positions in the tables of the halo, the sources behind the group's own nodes."""
         if group in self._halo_positions:
             return self._halo_positions[group]
-        positions = self.work.partition.position[block.src_ids[block.num_dst :]]
-        if self.work.parts.has_fixed_edges(group):
+        positions = self.parts.partition.position[block.src_ids[block.num_dst :]]
+        if self.parts.caches_block(group):
             self._halo_positions[group] = positions
         return positions
 
     def pin(self, group: Group, block: Block, positions: Tensor) -> None:
-        """Pin the tensors of a group whose edges never change, since they move to a GPU again and again.
+        """Pin the tensors of a group with a cached block, since they move to a GPU again and again.
 
         Tensors that cannot be pinned go through the mover's buffers.
         """
-        if self.on_gpu and self.work.parts.has_fixed_edges(group):
+        if self.on_gpu and self.parts.caches_block(group):
             for tensor in (*block.tensors(), positions):
                 if tensor is not None and tensor.numel() and not pinned.is_registered(tensor):
                     pinned.register(tensor)
@@ -89,7 +89,7 @@ class PartBatches:
             y = ops.gather_rows(data.y, seeds)
         batch = Batch(
             seeds=seeds,
-            blocks=(block,) * self.work.model.num_layers,
+            blocks=(block,) * self.num_layers,
             x=handles.pop("x", None),
             y=y,
             tables=handles,

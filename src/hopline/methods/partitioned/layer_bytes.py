@@ -9,7 +9,7 @@ any case. So what no piece can be smaller than is measured, and not extrapolated
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,11 +28,11 @@ from hopline.core.sampler import full_block
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
 from hopline.layerwise.engine import Boundaries, Layers, Piece
+from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
 from hopline.methods.partitioned.sweep import AllParts
 from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss
-from hopline.methods.partitioned.work import PartsSpec, PartsWork
 from hopline.nn.gnn import GNN
-from hopline.tables.layers import At, as_positions
+from hopline.tables.layers import as_positions
 from hopline.units.batch_unit import autocast
 from hopline.units.own_threads import own_threads
 
@@ -120,43 +120,51 @@ class FixedGradients(SweepLoss):
 
 
 class ZeroRows(Boundaries):
-    """Rows and gradients of zeros, which take the memory that those of a sweep take."""
+    """Rows and gradients of zeros, which take the memory that those of a step take.
 
-    def __init__(self, work: PartsWork) -> None:
-        super().__init__(work.histories, device=work.job.device, dtype=work.dtype)
-        self.example_rows = work.example_rows
+    num_rows_at: the number of rows at `Piece.src` or `Piece.dst`. By default these are positions, as in a sweep.
+    """
 
-    def read(self, l: int, at: At) -> Tensor:
+    def __init__(
+        self,
+        partitioned: PartitionedGraph,
+        num_rows_at: Callable[[Any], int] = lambda at: as_positions(at).numel(),
+    ) -> None:
+        super().__init__(partitioned.histories, device=partitioned.job.device, dtype=partitioned.dtype)
+        self.num_rows_at = num_rows_at
+        self.example_rows = partitioned.example_rows
+
+    def read(self, l: int, at: Any) -> Tensor:
         row = self.example_rows[l]
-        return row.new_zeros(as_positions(at).numel(), *row.shape[1:], dtype=self.dtype)
+        return row.new_zeros(self.num_rows_at(at), *row.shape[1:], dtype=self.dtype)
 
-    def gradient(self, l: int, at: At) -> Tensor:
+    def gradient(self, l: int, at: Any) -> Tensor:
         return self.read(l, at)
 
-    def add(self, l: int, at: At, rows: Tensor | None) -> None:
+    def add(self, l: int, at: Any, rows: Tensor | None) -> None:
         """Drop the gradient: nothing reads it."""
 
 
-def measure_layers(layers: LayerBytes, work: PartsWork, max_bytes: float) -> None:
+def measure_layers(layers: LayerBytes, partitioned: PartitionedGraph, max_bytes: float) -> None:
     """Measure every layer at pieces of 1, 2, 4, ... nodes, and at the node with the most in-edges.
 
     It ends when a piece of twice the nodes might take more than `max_bytes`, and more than that node. Torch's random
     state is restored at the end.
 
-    work: of a copy of the model, whose gradients are dropped.
+    partitioned: of a copy of the model, whose gradients are dropped.
     """
-    job = work.job
+    job = partitioned.job
     graph = job.data.graph
     by_degree = graph.in_degrees().argsort(stable=True)
     hub = by_degree[-1:]
-    probe = _LayerProbe(layers, work)
+    probe = _LayerProbe(layers, partitioned)
     gpus = [job.device] if job.device.type == "cuda" else []
     with torch.random.fork_rng(gpus), own_threads(job):
         try:
             probe.measure(by_degree[:1])  # the first step of a predictor does not count
             allowed_bytes = max(max_bytes, probe.measure(hub))
             # Nodes of all degrees, from all over the graph.
-            order = work.partition.order
+            order = partitioned.partition.order
             count = 1
             while True:
                 nodes = order[torch.linspace(0, order.numel() - 1, count).long()]
@@ -179,7 +187,7 @@ def measured_layers(outline: Outline, partition: Partition, max_bytes: float) ->
         assert isinstance(job.model, GNN)
         spec = PartsSpec(num_parts=partition.num_parts, partition="range", caches_blocks=False)
         layers = LayerBytes(job.model, outline.data.tables.get("x"))
-        measure_layers(layers, PartsWork(job, job.model, spec, partition), max_bytes)
+        measure_layers(layers, PartitionedGraph(job, job.model, spec, partition), max_bytes)
         outline.learnt["layers"] = layers
     return outline.learnt["layers"]
 
@@ -187,17 +195,17 @@ def measured_layers(outline: Outline, partition: Partition, max_bytes: float) ->
 class _LayerProbe:
     """Runs single layers forward and backward at some nodes, as a sweep does, and measures them."""
 
-    def __init__(self, layers: LayerBytes, work: PartsWork) -> None:
+    def __init__(self, layers: LayerBytes, partitioned: PartitionedGraph) -> None:
         self.layers = layers
-        self.work = work
-        self.plan = AllParts(work, key=1)
-        self.engine: Layers[Any] = Layers(work.model, self.plan, ZeroRows(work), key=1)
+        self.partitioned = partitioned
+        self.plan = AllParts(partitioned, key=1)
+        self.engine: Layers[Any] = Layers(partitioned.model, self.plan, ZeroRows(partitioned), key=1)
 
     def measure(self, nodes: Tensor) -> int:
         """The peak of the largest layer at these nodes, in bytes. The layers learn from it."""
-        job = self.work.job
+        job = self.partitioned.job
         peak_bytes = 0
-        for l in range(self.work.model.num_layers):
+        for l in range(self.partitioned.model.num_layers):
             job.module.zero_grad(set_to_none=True)
             start_s = time.perf_counter()
             with meter_of(job.device) as meter, autocast(job):
@@ -215,17 +223,18 @@ class _LayerProbe:
 
     def _piece(self, nodes: Tensor) -> Piece:
         """A piece of these nodes. All of them are seeds, with the label of a training node."""
-        work = self.work
-        data = work.job.data
-        batches = work.batches
-        block = replace(full_block(work.parts.sampler, nodes), key=self.plan.key, graph=batches.graph)
+        partitioned = self.partitioned
+        data = partitioned.job.data
+        batches = partitioned.batches
+        block = replace(full_block(partitioned.parts.sampler, nodes), key=self.plan.key, graph=batches.graph)
         y = None
         if data.y is not None:
-            y = data.y[work.job.train_ids[:1].to(data.y.device)].expand(nodes.numel(), *data.y.shape[1:]).contiguous()
+            label = data.y[partitioned.job.train_ids[:1].to(data.y.device)]
+            y = label.expand(nodes.numel(), *data.y.shape[1:]).contiguous()
         batch = batches.to_device(
             Batch(
                 seeds=nodes,
-                blocks=(block,) * work.model.num_layers,
+                blocks=(block,) * partitioned.model.num_layers,
                 x=None,
                 y=y,
                 key=self.plan.key,
@@ -233,10 +242,10 @@ class _LayerProbe:
                 output_idx=torch.arange(nodes.numel()),
             )
         )
-        positions = work.partition.position[block.src_ids]
+        positions = partitioned.partition.position[block.src_ids]
         return Piece(block=batch.blocks[-1], src=positions, dst=positions[: nodes.numel()], batch=batch)
 
 
 def loss_for_probe(job: Job) -> SweepLoss:
     """The usual loss; for one of the user's own, which needs all seeds at once, gradients of zeros."""
-    return SummedLoss(job, scale=1.0) if job.usual_loss else FixedGradients(job, scale=1.0)
+    return SummedLoss(job, scale=1.0) if job.task.is_mean else FixedGradients(job, scale=1.0)

@@ -23,8 +23,9 @@ Group = tuple[int, ...]
 class Parts:
     """The parts of a graph, in groups that are computed together. Caches their blocks.
 
-    per_group: parts of a group. caches_blocks: whether blocks are cached, however many edges they have. None: those
-    that come again are, in a graph of few edges. edge_ids: whether blocks name their edges by global edge ids.
+    per_group: parts of a group. has_halo: whether blocks have the edges from other parts. edge_ids: whether blocks name
+    their edges by global edge ids. caches_blocks: whether blocks are cached, however many edges they have. None: those
+    that come again are, in a graph of few edges.
     """
 
     def __init__(
@@ -34,13 +35,13 @@ class Parts:
         assignment: PartAssignment,
         *,
         per_group: int = 1,
-        caches_blocks: bool | None = None,
+        has_halo: bool = True,
         edge_ids: bool = False,
+        caches_blocks: bool | None = None,
     ) -> None:
         self.graph = graph
         self.partition = partition
-        self.assignment = assignment
-        self.per_group = per_group
+        self.has_halo = has_halo
         self.caches_blocks = caches_blocks
         self.sampler = NeighborSampler(graph, (-1,), edge_ids=edge_ids)
         own_parts = assignment.parts[assignment.rank]
@@ -59,30 +60,25 @@ class Parts:
         """[n] int64 on the host: global ids of the group's nodes, part by part."""
         return torch.cat([self.partition.order[row_range] for row_range in self.row_ranges_of(group)])
 
-    def block_of(self, group: Group, nodes: Tensor, key: int | None) -> Block:
-        """All in-edges of the group's nodes. Sources are the group's nodes, then the halo.
+    def block_of(self, group: Group, nodes: Tensor) -> Block:
+        """All in-edges of the group's nodes. Sources are the group's nodes, then the halo if there is one.
 
-        nodes: those of `nodes_of`. key: unused here; by it, a subclass draws the edges that it drops.
+        nodes: those of `nodes_of`.
         """
         if group in self._cached_blocks:
             return self._cached_blocks[group]
-        block = self._new_block(nodes)
-        if self._caches_block(group):
+        block = full_block(self.sampler, nodes)
+        if not self.has_halo:
+            block = without_halo(block)
+        if self.caches_block(group):
             self._cached_blocks[group] = block
         return block
 
-    def _new_block(self, nodes: Tensor) -> Block:
-        return full_block(self.sampler, nodes)
-
-    def has_fixed_edges(self, group: Group) -> bool:
-        """Whether `block_of` returns the same tensors every time. Callers then pin them, or cache what they derive."""
-        return self._caches_block(group)
-
-    def _caches_block(self, group: Group) -> bool:
-        """Whether the group's block is cached."""
+    def caches_block(self, group: Group) -> bool:
+        """Whether `block_of` returns the same block every time. Callers then pin it, or cache what they derive."""
         if self.caches_blocks is not None:
             return self.caches_blocks
-        # Groups of a sweep come again in the next sweep. Those that a subclass draws for an epoch may not.
+        # Groups of a sweep come again in the next sweep. Those that are drawn for an epoch may not.
         comes_again = group in self._sweep_groups
         is_small = self.graph.num_edges <= MAX_CACHED_EDGES
         return comes_again and is_small

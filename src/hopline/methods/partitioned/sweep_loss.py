@@ -4,10 +4,10 @@ A *piece* is a set of nodes that the layer-wise engine computes together: a part
 of the engine goes over all pieces, from the last layer to the first. It begins at the outputs of the last layer, and
 asks the loss for the gradient at the outputs of each piece.
 
-The usual loss is a mean over the seeds. Each piece gives its share, and the last layer is computed once
-(`SummedLoss`).
+The loss of a task that is a mean over examples (`Task.is_mean`) is a sum over pieces. Each piece gives its share, and
+the last layer is computed once (`SummedLoss`).
 
-A loss of the user's own need not be a sum over pieces: class weights, for one, divide by the weights of all rows.
+A loss of the user's own need not be a sum over pieces: a contrast between two nodes, for one, is not.
 For such a loss (`JointLoss`) the last layer is computed twice at every piece. The first time gives the outputs of all
 seeds, without gradients. One call of the training step turns them into the loss and its gradient:
 
@@ -51,7 +51,7 @@ def make_sweep_loss(job: Job, scale: float, key: int | None, whole_batch: WholeB
     whole_batch: makes the batch for a loss of the user's own. By default that batch has the seeds, their labels and
         rows, but no edges.
     """
-    if job.usual_loss:
+    if job.task.is_mean:
         return SummedLoss(job, scale)
     return JointLoss(job, scale, whole_batch or (lambda seeds, y: batch_of_seeds(job, seeds, y, key)))
 
@@ -81,15 +81,15 @@ class SweepLoss(ABC):
 
 
 class SummedLoss(SweepLoss):
-    """The usual loss, as a sum over pieces.
+    """The loss of a mean task, as a sum over pieces.
 
-    The training step returns a mean over the seeds of its batch. Times their number it is a sum, and the sums of all
-    pieces add up. The caller's `scale` divides by the number of all seeds.
+    The task returns a mean over the examples of its batch. Times their weight it is a sum, and the sums of all
+    pieces add up. The caller's `scale` divides by the weight of all examples.
     """
 
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         with patch_outputs(self.job.model, batch, outputs):
-            loss = self.job.train_step(self.job.model, batch) * batch.num_seeds
+            loss = self.job.task.loss(self.job.model, batch) * self.job.weight_of(batch)
         self.loss_sum += loss.detach()
         return loss * self.scale
 

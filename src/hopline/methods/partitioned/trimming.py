@@ -24,8 +24,8 @@ from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Rows
 from hopline.core.sampler import full_block, in_neighborhood
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
+from hopline.methods.partitioned.partitioned_graph import PartitionedGraph
 from hopline.methods.partitioned.sweep_loss import make_sweep_loss
-from hopline.methods.partitioned.work import PartsWork
 
 
 class NeededChunk(NamedTuple):
@@ -46,19 +46,19 @@ class NeededEdges(NamedTuple):
     """[num_src] int64 on the host: table positions of the block's sources."""
 
 
-class NeededRows:
-    """The rows that are needed after each layer, with their in-edges, and the sweep over them.
+class TrimmedSweep:
+    """A `Sweep` over the rows that are needed after each layer, in one process and in training mode.
 
-    They depend on the graph and the training nodes only, so all steps share one object.
+    These rows depend on the graph and the training nodes only, so all steps share one object.
     """
 
-    def __init__(self, work: PartsWork) -> None:
-        self.work = work
-        self.graph = work.job.data.graph
-        needed = [work.job.train_ids.cpu()]
-        for _ in range(work.model.num_layers - 1):
+    def __init__(self, partitioned: PartitionedGraph) -> None:
+        self.partitioned = partitioned
+        self.graph = partitioned.job.data.graph
+        needed = [partitioned.job.train_ids.cpu()]
+        for _ in range(partitioned.model.num_layers - 1):
             needed.insert(0, in_neighborhood(self.graph, needed[0]))
-        self.positions = [work.partition.position[nodes].sort().values for nodes in needed]
+        self.positions = [partitioned.partition.position[nodes].sort().values for nodes in needed]
         """By layer: [n] int64 on the host, ascending: positions of the nodes whose rows are needed after it."""
         self._edges: dict[tuple[int, int], NeededEdges] = {}
         """By (part, number of its nodes that are needed), if blocks are cached."""
@@ -71,12 +71,12 @@ class NeededRows:
     @cached_property
     def num_edges(self) -> int:
         """The number of edges that one pass over all layers reads."""
-        order = self.work.partition.order
+        order = self.partitioned.partition.order
         return sum(int(self.graph.in_degrees(order[positions]).sum()) for positions in self.positions)
 
     def chunks_of(self, l: int) -> list[NeededChunk]:
         """The chunks of layer `l`, one for each part that has needed nodes."""
-        bounds = torch.searchsorted(self.positions[l], self.work.partition.ptr)
+        bounds = torch.searchsorted(self.positions[l], self.partitioned.partition.ptr)
         by_part = self.positions[l].split(bounds.diff().tolist())
         return [NeededChunk(part, positions) for part, positions in enumerate(by_part) if positions.numel()]
 
@@ -87,49 +87,52 @@ class NeededRows:
         key = (chunk.part, chunk.positions.numel())
         if key in self._edges:
             return self._edges[key]
-        partition = self.work.partition
-        block = full_block(self.work.parts.sampler, partition.order[chunk.positions])
+        partition = self.partitioned.partition
+        block = full_block(self.partitioned.parts.sampler, partition.order[chunk.positions])
         edges = NeededEdges(block, partition.position[block.src_ids])
-        if self.work.spec.caches_blocks:
+        if self.partitioned.spec.caches_blocks:
             self._edges[key] = edges
         return edges
 
     def forward(self, key: int | None) -> None:
         """Compute the needed rows after all layers but the last, into the tables. key: of the random draws."""
         with torch.no_grad():
-            self._layers(key).forward(range(self.work.model.num_layers - 1))
+            self._layers(key).forward(range(self.partitioned.model.num_layers - 1))
 
     def backward(self, key: int | None, scale: float) -> Tensor:
         """Add the gradient of `scale` times the summed loss to the parameters' gradients. Returns the summed loss."""
-        objective = make_sweep_loss(self.work.job, scale, key)
+        objective = make_sweep_loss(self.partitioned.job, scale, key)
         with torch.enable_grad():
             self._layers(key).backward(objective)
         return objective.loss_sum
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
-        work = self.work
+        partitioned = self.partitioned
         boundaries = Boundaries(
-            work.histories, device=work.job.device, dtype=work.dtype, reads=lambda l: self.positions[l]
+            partitioned.histories,
+            device=partitioned.job.device,
+            dtype=partitioned.dtype,
+            reads=lambda l: self.positions[l],
         )
-        return Layers(work.model, NeededParts(self, key), boundaries, key=key)
+        return Layers(partitioned.model, NeededParts(self, key), boundaries, key=key)
 
 
 class NeededParts(LayerPlan[NeededChunk]):
     """The layer-wise engine's plan of a trimmed sweep: chunks are needed nodes by part, fewer at later layers."""
 
-    def __init__(self, needed: NeededRows, key: int | None) -> None:
-        self.needed = needed
-        self.work = needed.work
+    def __init__(self, sweep: TrimmedSweep, key: int | None) -> None:
+        self.sweep = sweep
+        self.partitioned = sweep.partitioned
         self.key = key
-        self.last = needed.work.model.num_layers - 1
+        self.last = sweep.partitioned.model.num_layers - 1
 
     def chunks_of(self, l: int) -> list[NeededChunk]:
-        return self.needed.chunks_of(l)
+        return self.sweep.chunks_of(l)
 
     def piece(self, l: int, chunk: NeededChunk) -> Piece:
         """A chunk with its edges, on the model's device. At the last layer with training nodes and labels too."""
-        batches = self.work.batches
-        edges = self.needed.edges_of(chunk)
+        batches = self.partitioned.batches
+        edges = self.sweep.edges_of(chunk)
         block = replace(edges.block, key=self.key, graph=batches.graph)
         if l == self.last:
             batch = batches.batch_of(block, block.dst_ids, self.key, inputs=False)
@@ -144,4 +147,4 @@ class NeededParts(LayerPlan[NeededChunk]):
         )
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:
-        return self.work.batches.inputs_of(ids)
+        return self.partitioned.batches.inputs_of(ids)

@@ -384,7 +384,7 @@ class CapturedStep:
         self._drop_gradients()
         batch = self.batches.next(self.size, self.first, self.per_step)
         with autocast(self.job):
-            loss = self.job.train_step(self.job.model, batch)
+            loss = self.job.task.loss(self.job.model, batch)
         (loss * self.share).backward()
         return loss.detach() * self.size
 

@@ -44,7 +44,7 @@ from hopline.methods.sampled.seed_loader import RankSeeds, SeedLoader, check_nam
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.ops import Slots
-from hopline.pipeline.stages import Load, Pipeline, Stage
+from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover, PendingBatch
 from hopline.util import trace
 
@@ -145,8 +145,8 @@ class Loader(SeedLoader):
         self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._can_keep_handle()
 
-        self.load: Load | None = None
-        """Times of the last epoch. None if it did not run to its end, or had no threads."""
+        self.prepare_s: dict[str, float] = {}
+        """`Pipeline.stage_s` of the last epoch. Empty if it did not run to its end, or had no threads."""
         has_batch_sampler = batch_sampler is not None
         super().__init__(
             ids,
@@ -185,7 +185,7 @@ class Loader(SeedLoader):
         return self._batches(self._shared_steps(self._order.steps(self.epoch_key(epoch), done, seeds_done)))
 
     def _batches(self, steps: Iterator[RankSeeds]) -> Generator[Batch, None, None]:
-        self.load = None
+        self.prepare_s = {}
         workers, look_ahead = self.threads
         mover = None if self._stays_on_host else Mover(self.device, look_ahead)
         stages = [Stage("sample", self._sample), Stage("gather", self._gather)]
@@ -199,7 +199,7 @@ class Loader(SeedLoader):
         with closing(pipeline.run(steps)) as batches:
             for batch in batches:
                 yield batch if mover is None else self._finish_move(mover, batch)
-        self.load = pipeline.load
+        self.prepare_s = pipeline.stage_s
 
     def _batch(self, step: RankSeeds) -> Batch:
         return self._add_rows_on_gpu(self._gather(self._sample(step)).to(self.device))
@@ -233,19 +233,14 @@ class Loader(SeedLoader):
 
     def describe(self) -> WorkDescription:
         """Describes how batches were prepared in the last epoch, or will be in the first one."""
-        load = self.load
-        if load is None:
-            workers, look_ahead = self.threads
-        else:
-            workers = load.workers
-            look_ahead = load.look_ahead
+        workers, look_ahead = self.threads
         return WorkDescription(
             workers=workers,
             look_ahead=look_ahead,
             max_workers=0 if self.on_gpu else max(1, self.num_cores),
             on_gpu=self.on_gpu,
             is_sampled=True,
-            prepare_s={} if load is None else load.stages,
+            prepare_s=self.prepare_s,
         )
 
     def _sample(self, step: RankSeeds) -> Batch:

@@ -25,13 +25,11 @@ from torch import Tensor, nn
 
 from hopline.budget.plan import Plan
 from hopline.contract import Guard, Job, Redraw, Unit, Work, WorkDescription
-from hopline.core.batch import Batch
-from hopline.core.row_handles import Rows
 from hopline.core.sampler import NeighborSampler, NodeIds
 from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.nodes import select_nodes
+from hopline.device.snapshots import evaluating
 from hopline.distributed.world import World
-from hopline.inference import evaluating
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.methods.sampled.loader import Loader
@@ -83,7 +81,8 @@ def bind(method: Sampled, job: Job) -> Work:
         model=job.model,
         world=job.world,
     )
-    if loader.layout == "tree" and loader.on_gpu:
+    # A captured step scales its loss by the number of seeds, which is known before its labels are.
+    if loader.layout == "tree" and loader.on_gpu and not job.task.has_weights:
         return CapturedWork(job, loader)
     return SampledWork(job, loader)
 
@@ -156,21 +155,22 @@ def make_loader(
     )
 
 
-def _run_once(job: Job) -> None:
+def _run_once(job: Job, loader: Loader) -> None:
     """Run the model on a tiny batch, so that the first step is like all others in its memory.
 
     Convs are tried out when they first run, and degrees of the graph are computed and cached.
     """
-    graph = job.data.graph
-    if graph.device.type != "cpu" or not job.train_ids.numel():
+    if loader.on_gpu:
         return
-    seeds = job.train_ids[:1].cpu()
     num_layers = getattr(job.model, "num_layers", 1)
-    blocks = NeighborSampler(graph, (1,) * num_layers).sample(seeds, key=0)
-    tables = {name: Rows(table, blocks[0].src_ids) for name, table in job.data.tables.items()}
-    batch = Batch(seeds, tuple(blocks), tables.pop("x", None), None, tables=tables, key=0)
-    with evaluating(job.model):
-        job.model(batch.to(job.device))
+    # One seed and one edge per node: a batch of the usual fan-outs could take more than the budget.
+    tiny = replace(loader.method, fanouts=(1,) * num_layers, batch_size=1, workers=0)
+    # By a loader, which reads rows on the host that the model's device cannot read itself.
+    tiny_loader = Loader(
+        data=job.data, ids=job.train_ids[:1], method=tiny, seed=job.seed, device=job.device, model=job.model
+    )
+    with closing(tiny_loader.epoch(1)) as batches, evaluating(job.model):
+        job.model(next(batches))
 
 
 @dataclass
@@ -190,7 +190,7 @@ class SampledWork(Work):
         """
         loader = self.loader
         if isinstance(loader, Loader):
-            _run_once(self.job)
+            _run_once(self.job, loader)
             loader = loader.with_budget(guard.split_ahead, batches_on_host=plan.batches_on_host)
         return replace(self, loader=loader, guard=guard)
 

@@ -51,6 +51,7 @@ from torch.autograd.function import once_differentiable
 
 from hopline.ops import reference
 from hopline.ops.cpu.runtime import GOLDEN, kernel, mix, over_ranges, prefetch
+from hopline.ops.random import dropout_numbers
 
 EDGES_AHEAD = 16
 """Edges between the prefetch of a source row and its use."""
@@ -69,7 +70,6 @@ _LANE = np.uint64(0xFFFF)
 
 @kernel
 def _prefetch_row(rows, row):
-    """Ask for all cache lines (64 bytes each) of a row."""
     first = row * rows.shape[1]
     for c in range(0, rows.shape[1], max(1, 64 // rows.itemsize)):
         prefetch(rows, first + c)
@@ -247,10 +247,7 @@ def _add_to_rows(rows, ids, added):
 
 
 class _ReduceEdges(torch.autograd.Function):
-    """Sum, mean or max over edges, as in the module's docstring.
-
-    The input is valid: `reduce_edges` checks it.
-    """
+    """Sum, mean or max over edges, as in the module's docstring. The input is valid: `reduce_edges` checks it."""
 
     @staticmethod
     def forward(
@@ -386,7 +383,6 @@ def _as_matrix(rows: Tensor) -> np.ndarray:
 
 
 def _as_numpy(weight: Tensor | None) -> np.ndarray:
-    """The weights as an array, or an empty one for None."""
     return _NO_WEIGHT if weight is None else weight.detach().numpy()
 
 
@@ -405,12 +401,9 @@ def reduce_edges(
     """
     if not _edges_fit(indptr.numpy(), src_idx.numpy(), rows.size(0)):
         raise IndexError(f"an edge's source is outside 0 .. {rows.size(0) - 1}, or indptr does not fit the edges")
-    if weight is not None and weight.shape != src_idx.shape:
-        raise ValueError(
-            f"weight must hold one number per edge: expected shape {list(src_idx.shape)}, got {list(weight.shape)}"
-        )
-    if own is not None:
-        check_own(rows, indptr, own)
+    reference.check_shapes(rows, indptr, src_idx, weight, own)
+    if own is not None and own.numel() and not 0 <= int(own.min()) <= int(own.max()) < rows.size(0):
+        raise IndexError(f"an own row is outside 0 .. {rows.size(0) - 1}")
     if rows.dtype not in (torch.float32, torch.float64):  # half types are summed in float32
         return reduce_edges(rows.float(), indptr, src_idx, reduce, weight, own).to(rows.dtype)
     if weight is not None:
@@ -422,18 +415,6 @@ def reduce_edges(
     out = _ReduceEdges.apply(rows, indptr, src_idx, reduce, weight, own)
     assert isinstance(out, Tensor)
     return out
-
-
-def check_own(rows: Tensor, indptr: Tensor, own: Tensor) -> None:
-    """Raise an error unless rows are a matrix and `own` has the id of a row for each destination."""
-    if rows.dim() != 2:
-        raise ValueError(f"own needs rows that are a matrix: expected 2 dimensions, got shape {list(rows.shape)}")
-    if own.shape != (indptr.numel() - 1,):
-        raise ValueError(
-            f"own must hold one row id per destination: expected shape [{indptr.numel() - 1}], got {list(own.shape)}"
-        )
-    if own.numel() and not 0 <= int(own.min()) <= int(own.max()) < rows.size(0):
-        raise IndexError(f"an own row is outside 0 .. {rows.size(0) - 1}")
 
 
 @kernel
@@ -480,11 +461,7 @@ def _dropout_stored(values, indptr, columns, ids, key, threshold, scale, out, st
 
 
 def keyed_dropout_sparse(values: Tensor, indptr: Tensor, columns: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-    """[num_stored]: keyed dropout of sparse rows, equal to that of the dense rows. It has no gradient.
-
-    values, columns: [num_stored], the stored elements and their columns, row after row.
-    indptr: [n + 1] int64, the start of each row; ids: [n], the node of each row.
-    """
+    """[num_stored]: as `reference.keyed_dropout_sparse`. It has no gradient."""
     if values.dtype not in (torch.float32, torch.float64):
         return keyed_dropout_sparse(values.float(), indptr, columns, p, key, ids).to(values.dtype)
     out = torch.empty_like(values)
@@ -497,12 +474,7 @@ def keyed_dropout_sparse(values: Tensor, indptr: Tensor, columns: Tensor, p: flo
 
 
 def _threshold_and_scale(p: float, dtype: np.dtype) -> tuple[np.uint64, np.floating]:
-    """(threshold, scale): 16 bits of a draw below the threshold drop an element, others scale it.
-
-    The threshold is p * 2**16, rounded. The scale is 1 / (1 - threshold / 2**16), or 0 if all are dropped.
-    """
-    threshold = round(p * 65536)
-    scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+    threshold, scale = dropout_numbers(p)
     return np.uint64(threshold), dtype.type(scale)
 
 
@@ -539,12 +511,7 @@ def _apply_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout(x: Tensor, p: float, key: int, ids: Tensor) -> Tensor:
-    """Dropout of x [n, ...] with probability p, whose mask is drawn from (key, node id, column).
-
-    A node has the same mask in every batch with the same key. Defined in `reference.keyed_dropout`.
-
-    ids: [n], the node of each row.
-    """
+    """Dropout of x [n, ...], defined by `reference.keyed_dropout`. Differentiable."""
     assert ids.numel() == x.size(0), "one node id per row"
     out = _KeyedDropout.apply(x, p, key, ids)
     assert isinstance(out, Tensor)

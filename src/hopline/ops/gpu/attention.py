@@ -63,6 +63,7 @@ from torch.autograd.function import once_differentiable
 from hopline.ops.gpu.runtime import (
     EDGE_ERROR,
     GOLDEN,
+    accumulator,
     error_flags,
     first_state,
     is_interpreted,
@@ -72,12 +73,12 @@ from hopline.ops.gpu.runtime import (
     report,
 )
 from hopline.ops.gpu.sampling import group_by_key
+from hopline.ops.random import dropout_numbers
 from hopline.ops.tree_slots import Slots
 
 
 @triton.jit
 def _leaky(z, SLOPE: tl.constexpr):
-    """LeakyReLU with the slope SLOPE for negative numbers."""
     return tl.where(z > 0, z, z * SLOPE)
 
 
@@ -525,12 +526,11 @@ class _Plan:
             "CP": max(MIN_TILE_COLUMNS, triton.next_power_of_2(columns)),
             "V2": self.v2,
             "SLOPE": self.slope,
-            "ACC": tl.float64 if x.dtype == torch.float64 else tl.float32,
+            "ACC": accumulator(x.dtype)[1],
         }
         if with_draws:
             # Dropout compares 16 bits of a draw: 65536 possible values.
-            threshold = round(self.p * 65536)
-            scale = 65536 / (65536 - threshold) if threshold < 65536 else 0.0
+            threshold, scale = dropout_numbers(self.p)
             constants |= {"LOOPS": self.loops, "THRESHOLD": threshold, "SCALE": scale}
         return constants
 
@@ -558,11 +558,6 @@ def _edges_per_step(edges: AttentionEdges, num_rows: int) -> int:
     return min(max(mean, EDGES_AT_ONCE), MAX_EDGES_AT_ONCE)
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which x is summed: float64 for float64, else float32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class _Attend(torch.autograd.Function):
     """`attend` after its checks. Backward is not differentiable again.
 
@@ -578,10 +573,11 @@ class _Attend(torch.autograd.Function):
         x = x.contiguous()
         own = None if own is None else own.contiguous()
         out = torch.empty(edges.num_dst, x.size(1), dtype=x.dtype, device=x.device)
+        sum_dtype = accumulator(x.dtype)[0]
         # Backward sums differences from <g_i, out_i> that nearly cancel. An output rounded to half
         # precision would show in these sums, so half types keep a float32 copy of it.
-        exact = out if x.dtype == _sum_dtype(x) else torch.empty_like(out, dtype=_sum_dtype(x))
-        sums = torch.empty(edges.num_dst, plan.heads, dtype=_sum_dtype(x), device=x.device)
+        exact = out if x.dtype == sum_dtype else torch.empty_like(out, dtype=sum_dtype)
+        sums = torch.empty(edges.num_dst, plan.heads, dtype=sum_dtype, device=x.device)
         constants = plan.constants(x)
         tile = _tile(constants["CP"], _edges_per_step(edges, edges.num_dst))
         own_rows = x if own is None else own
@@ -604,7 +600,7 @@ class _Attend(torch.autograd.Function):
         edges = ctx.edges
         plan = ctx.plan
         grad = grad.contiguous()
-        sum_dtype = _sum_dtype(x)
+        sum_dtype = accumulator(x.dtype)[0]
         grad_x = torch.empty_like(x)
         grad_own = None if own is None else torch.empty_like(own)
         own_rows = x if own is None else own

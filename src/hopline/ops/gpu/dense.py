@@ -47,9 +47,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hopline.ops.gpu.reduce import dropout_numbers
 from hopline.ops.gpu.runtime import GOLDEN, first_state, is_interpreted, mix
 from hopline.ops.gpu.tree import RowMap, reduce_rows
+from hopline.ops.random import dropout_numbers
 from hopline.ops.tree_slots import Slots
 
 BLOCK_ROWS = 128
@@ -273,10 +273,7 @@ def _partial_sums_kernel(rows, out, num, N: tl.constexpr, PER: tl.constexpr, R: 
 
 
 def _column_sums(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] of `dtype`: rows.sum(0) in float32 and in a fixed order.
-
-    Replaces torch's sum, which takes longer.
-    """
+    """[N] of `dtype`: rows.sum(0) in float32 and in a fixed order. Replaces torch's sum, which takes longer."""
     if rows.size(0) > FEW_ROWS:
         programs = triton.cdiv(rows.size(0), ROWS_SUMMED)
         partial_sums = torch.empty(programs, rows.size(1), dtype=torch.float32, device=rows.device)
@@ -398,10 +395,7 @@ class _Hidden(torch.autograd.Function):
 
 
 class _TwoPartLinear(torch.autograd.Function):
-    """`two_part_linear`. Products are torch's; packing and sums are kernels of this file.
-
-    Differentiable once.
-    """
+    """`two_part_linear`. Products are torch's; packing and sums are kernels of this file. Differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, left: Tensor, right: Tensor, bias: Tensor) -> Tensor:

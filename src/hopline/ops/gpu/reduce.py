@@ -53,6 +53,7 @@ from torch.autograd.function import once_differentiable
 from hopline.ops.gpu.runtime import (
     EDGE_ERROR,
     GOLDEN,
+    accumulator,
     check_readable,
     error_flags,
     first_state,
@@ -63,6 +64,8 @@ from hopline.ops.gpu.runtime import (
     report,
 )
 from hopline.ops.gpu.sampling import gather_rows, group_by_key
+from hopline.ops.random import dropout_numbers
+from hopline.ops.reference import check_shapes
 
 COLUMNS_AT_ONCE = 256
 """Most columns per program; wider rows are divided among programs."""
@@ -307,11 +310,6 @@ def _tile(num_rows: int, num_edges: int, width: int, warp: bool = False) -> tupl
     return grid, {"DSTS": dsts, "EDGES": edges, "COLUMNS": columns, **options}
 
 
-def _accumulator(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
-    """The dtype in which numbers of `dtype` are summed, as torch's and as Triton's name of it."""
-    return (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
-
-
 def _run_sum(
     rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor | None, own: Tensor | None, mean: bool, out: Tensor
 ) -> None:
@@ -328,7 +326,7 @@ def _run_sum(
             MEAN=mean,
             WIDTH=width,
             STRIDE=out.size(1),
-            ACC=_accumulator(rows.dtype)[1],
+            ACC=accumulator(rows.dtype)[1],
             **blocks,
         )
 
@@ -346,7 +344,7 @@ def _run_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, own: Tensor | None, 
             *(num_dst, src_idx.numel(), rows.size(0)),
             WIDTH=width,
             STRIDE=out.size(1),
-            ACC=_accumulator(rows.dtype)[1],
+            ACC=accumulator(rows.dtype)[1],
             **blocks,
         )
 
@@ -373,7 +371,7 @@ def _max_backward(rows: Tensor, indptr: Tensor, src_idx: Tensor, dst_idx: Tensor
     num_dst, stride = out.shape
     width = rows.size(1)
     num_edges = src_idx.numel()
-    sum_dtype, triton_sum_dtype = _accumulator(rows.dtype)
+    sum_dtype, triton_sum_dtype = accumulator(rows.dtype)
     shares = torch.empty(num_dst, width, dtype=sum_dtype, device=grad.device)
     grad_rows = torch.empty(rows.shape, dtype=rows.dtype, device=grad.device)
     src_indptr, order = group_by_key(src_idx, rows.size(0))
@@ -404,7 +402,7 @@ def _dots(rows: Tensor, grad: Tensor, src_idx: Tensor, dst_idx: Tensor, dtype: t
             _dots_kernel[(triton.cdiv(num_edges, edges),)](
                 *(rows, grad, src_idx, dst_idx, dots, num_edges, rows.size(0), grad.size(0)),
                 WIDTH=width,
-                ACC=_accumulator(rows.dtype)[1],
+                ACC=accumulator(rows.dtype)[1],
                 EDGES=edges,
                 COLUMNS=columns,
             )
@@ -459,7 +457,7 @@ class _ReduceEdges(torch.autograd.Function):
         grad_own = grad[:, width:]  # no columns without `own`
         if ctx.reduce == "mean":
             # Divided in the accumulator's precision: half types would round here, before the sum.
-            sum_dtype = _accumulator(ctx.dtype)[0]
+            sum_dtype = accumulator(ctx.dtype)[0]
             degree = indptr.diff().clamp(min=1).to(sum_dtype)
             grad_reduced = grad_reduced.to(sum_dtype) / degree[:, None]
             grad_own = grad_own.to(sum_dtype)  # `_with_own_edges` concatenates the two
@@ -533,20 +531,11 @@ def reduce_edges(
     reads the flags: see `runtime.check_device_errors`.
     """
     check_readable("the table of rows", rows)
-    if weight is not None and weight.shape != src_idx.shape:
-        raise ValueError(
-            f"weight must hold one number per edge: expected shape {list(src_idx.shape)}, got {list(weight.shape)}"
-        )
-    if own is not None and rows.dim() != 2:
-        raise ValueError(f"own needs rows that are a matrix: expected 2 dimensions, got shape {list(rows.shape)}")
-    if own is not None and own.shape != (indptr.numel() - 1,):
-        raise ValueError(
-            f"own must hold one row id per destination: expected shape [{indptr.numel() - 1}], got {list(own.shape)}"
-        )
+    check_shapes(rows, indptr, src_idx, weight, own)
     if weight is not None and reduce == "max":
         return _weighted_max(rows, indptr, src_idx, weight, own)
     if weight is not None:
-        weight = weight.to(_accumulator(rows.dtype)[0]).contiguous()
+        weight = weight.to(accumulator(rows.dtype)[0]).contiguous()
     own = None if own is None else own.contiguous()
     out = _ReduceEdges.apply(rows, indptr.contiguous(), src_idx.contiguous(), reduce, weight, own)
     assert isinstance(out, Tensor)
@@ -559,7 +548,7 @@ def _weighted_max(rows: Tensor, indptr: Tensor, src_idx: Tensor, weight: Tensor,
     Backward needs the product weight[e] * rows[src_idx[e]] of every edge. No conv asks for weighted maxima
     often enough to justify a fused kernel.
     """
-    sum_dtype = _accumulator(rows.dtype)[0]
+    sum_dtype = accumulator(rows.dtype)[0]
     factor = weight.to(sum_dtype).view(-1, *[1] * (rows.dim() - 1))
     messages = gather_rows(rows, src_idx).to(sum_dtype) * factor
     edges = torch.arange(src_idx.numel(), device=src_idx.device)
@@ -610,10 +599,7 @@ def _dropout_kernel(
 
 @triton.jit(do_not_specialize=["num"])
 def _masked_gradient_kernel(grad, out, masked, num, SCALE: tl.constexpr, ACC: tl.constexpr, T: tl.constexpr):
-    """masked[i] = grad[i] * SCALE where out[i] is above 0 or NaN, else 0.
-
-    A program owns T of the `num` numbers.
-    """
+    """masked[i] = grad[i] * SCALE where out[i] is above 0 or NaN, else 0. A program owns T of the `num` numbers."""
     i = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     scaled = tl.load(grad + i, mask=i < num, other=0).to(ACC) * tl.full((1,), SCALE, ACC)
     target = masked + i
@@ -623,10 +609,7 @@ def _masked_gradient_kernel(grad, out, masked, num, SCALE: tl.constexpr, ACC: tl
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """Dropout with a drawn mask.
-
-    Backward is the same dropout of the gradient, so key and ids are all it saves.
-    """
+    """Dropout with a drawn mask. Backward is the same dropout of the gradient, so key and ids are all it saves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
@@ -640,10 +623,7 @@ class _KeyedDropout(torch.autograd.Function):
 
 
 class _ReluDropout(torch.autograd.Function):
-    """ReLU and dropout in one kernel.
-
-    Backward reads the mask of both off the output, the only tensor it saves.
-    """
+    """ReLU and dropout in one kernel. Backward reads the mask of both off the output, the only tensor it saves."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, key: Tensor, ids: Tensor) -> Tensor:
@@ -658,10 +638,7 @@ class _ReluDropout(torch.autograd.Function):
 
 
 class _MaskedGradient(torch.autograd.Function):
-    """The backward pass of `_ReluDropout`.
-
-    A linear function of `grad`, so its own gradient has the same mask.
-    """
+    """The backward pass of `_ReluDropout`. A linear function of `grad`, so its own gradient has the same mask."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, out: Tensor, p: float) -> Tensor:
@@ -671,30 +648,17 @@ class _MaskedGradient(torch.autograd.Function):
         masked = torch.empty_like(out)
         tile = (16 if is_interpreted() else 1) * DROPOUT_TILE
         if out.numel():
+            _, scale = dropout_numbers(p)
+            _, scale_dtype = accumulator(out.dtype)
             with launch_on(out.device):
                 _masked_gradient_kernel[(triton.cdiv(out.numel(), tile),)](
-                    *(grad, out, masked, out.numel()), SCALE=dropout_numbers(p)[1], ACC=_scale_dtype(out), T=tile
+                    *(grad, out, masked, out.numel()), SCALE=scale, ACC=scale_dtype, T=tile
                 )
         return masked
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
         return _MaskedGradient.apply(grad, ctx.saved_tensors[0].detach(), ctx.p), None, None
-
-
-def dropout_numbers(p: float) -> tuple[int, float]:
-    """(threshold, scale) for a dropout of probability p, which is rounded to a multiple of 1 / 65536.
-
-    An element is kept where its 16 bits are at least the threshold, and is then multiplied by the scale.
-    With p = 1 nothing is kept, and the scale is 0.
-    """
-    threshold = round(p * 65536)
-    return threshold, 65536 / (65536 - threshold) if threshold < 65536 else 0.0
-
-
-def _scale_dtype(x: Tensor) -> Any:
-    """Triton's dtype in which elements of x are scaled: float64 for float64, else float32."""
-    return tl.float64 if x.dtype == torch.float64 else tl.float32
 
 
 def _apply_dropout(x: Tensor, p: float, key: Tensor, ids: Tensor, relu: bool = False) -> Tensor:
@@ -715,7 +679,7 @@ def _apply_dropout(x: Tensor, p: float, key: Tensor, ids: Tensor, relu: bool = F
             THRESHOLD=threshold,
             SCALE=scale,
             WIDTH=width,
-            ACC=_scale_dtype(x),
+            ACC=accumulator(x.dtype)[1],
             RELU=relu,
             ROWS=rows,
             DRAWS=draws,
@@ -732,12 +696,7 @@ def relu_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
 
 
 def keyed_dropout(x: Tensor, p: float, key: int | Tensor, ids: Tensor) -> Tensor:
-    """x with a mask drawn from (key, node id, column), as defined by `reference.keyed_dropout`.
-
-    Differentiable.
-
-    ids: one node id per row of x.
-    """
+    """Dropout of x [n, ...], defined by `reference.keyed_dropout`. Differentiable."""
     assert ids.numel() == x.size(0), "one node id per row"
     out = _KeyedDropout.apply(x, p, key_on(x.device, key), ids.contiguous())
     assert isinstance(out, Tensor)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import triton
@@ -50,10 +51,7 @@ def mix(z):
 
 @triton.jit
 def first_state(key, ids):
-    """The first state of each id's sequence, uint64.
-
-    For every draw add GOLDEN to the state and `mix` the sum.
-    """
+    """The first state of each id's sequence, uint64. For every draw add GOLDEN to the state and `mix` the sum."""
     return mix(key.to(tl.uint64) ^ ids.to(tl.uint64))
 
 
@@ -114,6 +112,11 @@ def draw_distinct(state, degree, FANOUT: tl.constexpr):
 # ---- memory and launches
 
 
+def accumulator(dtype: torch.dtype) -> tuple[torch.dtype, Any]:
+    """The dtype in which numbers of `dtype` are summed, as torch's and as Triton's name of it."""
+    return (torch.float64, tl.float64) if dtype == torch.float64 else (torch.float32, tl.float32)
+
+
 def is_readable(tensor: Tensor) -> bool:
     """Whether kernels can read a tensor: it is in device memory, or in pinned host memory."""
     return tensor.is_cuda or is_interpreted() or tensor.is_pinned()
@@ -126,10 +129,7 @@ def check_readable(what: str, *tensors: Tensor) -> None:
 
 
 def launch_on(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current one inside the block.
-
-    Triton launches on the current device, not on the tensors'.
-    """
+    """Make `device` the current one inside the block. Triton launches on the current device, not on the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -196,10 +196,7 @@ def read_with_errors(number: Tensor) -> int:
 
 
 def check_device_errors() -> None:
-    """Raise the errors that kernels have reported since the last check.
-
-    Synchronises with all devices in use.
-    """
+    """Raise the errors that kernels have reported since the last check. Synchronises with all devices in use."""
     for device, flags in list(_flags.items()):
         _raise(device, flags.tolist())
 

@@ -268,7 +268,6 @@ class MixesRows(CannotSplit):
 
 
 def _probe_convs(graph: Graph, mode: FetchMode) -> ShardConvs:
-    """A runner on three virtual shards of the tiny graph, with chunks of a few edges."""
     ptr = torch.tensor([0, 5, 8, graph.num_nodes])
     return ShardConvs.of(contiguous_layout(graph, ptr), mode=mode, chunk_bytes=1 << 10)
 
@@ -281,7 +280,8 @@ def _check_row_wise(
     Raises:
         MixesRows: It does.
     """
-    longer_graph = Graph(nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges), graph.indices, graph.edge)
+    longer_indptr = nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges)
+    longer_graph = graph.with_arrays(longer_indptr, graph.indices, graph.edge)
     longer_x = torch.cat([x, 1 + x[:3]])
     longer_x0 = None if x0 is None else torch.cat([x0, 1 + x0[:3]])
     with torch.no_grad():

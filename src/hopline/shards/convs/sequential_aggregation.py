@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -55,6 +55,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.nn import MessagePassing
 
+from hopline.device.snapshots import RandomState, preserve_modes, preserve_rng
 from hopline.shards.convs.accumulate import Accumulators, ReductionSpec, gradient_of_rows
 from hopline.shards.convs.edges import Chunk, ConvEdges
 from hopline.shards.convs.messages import Call, CannotSplit, ChunkReductions, Inputs, Role, finish, plan, replay
@@ -185,7 +186,7 @@ def profile_messages(conv: MessagePassing, call: Call, inputs: Inputs) -> Messag
         saved: list[Tensor] = []
         saved_tensors.append(saved)
         collect_saved = saved_tensors_hooks(_append_to(saved), lambda t: t)
-        with _fork_generators(device), _refuse_batch_norm(conv), _restore_attributes(conv), collect_saved:
+        with preserve_rng(device), _refuse_batch_norm(conv), _restore_attributes(conv), collect_saved:
             chunk_reductions = replay(conv, call, edge_inputs, chunk, degrees, zero_max_logit)
 
     reductions = chunk_reductions.reductions
@@ -236,25 +237,6 @@ def _append_to(saved: list[Tensor]) -> Callable[[Tensor], Tensor]:
     return append
 
 
-class _GeneratorStates(NamedTuple):
-    """States of torch's random generators."""
-
-    host: Tensor
-    cuda: Tensor | None
-    """None if the edges are on the host."""
-
-
-@contextmanager
-def _fork_generators(device: torch.device, states: _GeneratorStates | None = None) -> Iterator[None]:
-    """Undo all random draws of the context at its end. states: if not None, draws begin at these states."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        if states is not None:
-            torch.set_rng_state(states.host)
-            if states.cuda is not None:
-                torch.cuda.set_rng_state(states.cuda, device)
-        yield
-
-
 @contextmanager
 def _restore_attributes(conv: nn.Module) -> Iterator[None]:
     """Undo all changes of a conv's attributes at the end of the context.
@@ -267,19 +249,6 @@ def _restore_attributes(conv: nn.Module) -> Iterator[None]:
     finally:
         conv.__dict__.clear()
         conv.__dict__.update(attributes)
-
-
-@contextmanager
-def _set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> Iterator[None]:
-    """Set `training` of modules while the context lasts. modes: (module, value)."""
-    current_modes = [(module, module.training) for module, _ in modes]
-    for module, training in modes:
-        module.training = training
-    try:
-        yield
-    finally:
-        for module, training in current_modes:
-            module.training = training
 
 
 @contextmanager
@@ -321,7 +290,7 @@ class _Aggregate(torch.autograd.Function):
         device = edges.degrees.device
 
         # Backward runs `message` again and must compute the same: with the same draws, modes and precision.
-        ctx.generator_states = _current_generator_states(device) if run.conv.training else None
+        ctx.random_state = RandomState.of(device) if run.conv.training else None
         ctx.modes = [(module, module.training) for module in run.conv.modules()]
         ctx.autocast = (device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type))
 
@@ -359,10 +328,18 @@ class _Aggregate(torch.autograd.Function):
             ties=saved[num_inputs + num_reductions : num_inputs + 2 * num_reductions],
             max_logit=saved[-1],
         )
-        device = run.edges.degrees.device
-        states = ctx.generator_states
-        same_draws = nullcontext() if states is None else _fork_generators(device, states)
-        with same_draws, torch.autocast(*ctx.autocast), _restore_attributes(run.conv), _set_modes(ctx.modes):
+        conv = run.conv
+        # Autograd calls this at a time of its own. Nothing that runs afterwards may see what it sets here.
+        with (
+            preserve_rng(run.edges.degrees.device),
+            preserve_modes(conv),
+            torch.autocast(*ctx.autocast),
+            _restore_attributes(conv),
+        ):
+            if ctx.random_state is not None:
+                ctx.random_state.restore()
+            for module, training in ctx.modes:
+                module.training = training
             backward = _Backward(run, saved[:num_inputs], ctx.needs_input_grad[1:], ctx.source_specs)
             return None, *backward.run_parts(output_gradients)
 
@@ -379,11 +356,6 @@ def _add_part(run: AggregationRun, accumulators: Accumulators, k: int, inputs: M
         accumulators.add(
             chunk, replay(run.conv, run.call, rows_per_edge(inputs, chunk), chunk, degrees, raise_max_logit)
         )
-
-
-def _current_generator_states(device: torch.device) -> _GeneratorStates:
-    cuda_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return _GeneratorStates(torch.get_rng_state(), cuda_state)
 
 
 class _SourceSpec(NamedTuple):

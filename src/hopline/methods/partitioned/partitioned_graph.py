@@ -25,8 +25,8 @@ from hopline.core.partition import Partition, make_partition
 from hopline.core.sampler import full_block
 from hopline.data.dataset import Dataset
 from hopline.device.row_mover import RowMover
+from hopline.device.snapshots import evaluating
 from hopline.distributed.world import World
-from hopline.inference import evaluating
 from hopline.layerwise.engine import Piece, Recorder, layer_rows
 from hopline.methods.partitioned.batches import PartBatches
 from hopline.methods.partitioned.parts import Parts, without_halo
@@ -54,14 +54,22 @@ class PartsSpec:
     """Folder of the tables as mapped files. None keeps them in memory."""
     with_gradients: bool = False
     """Whether gradients at the rows have tables too, as large as those of the rows."""
-    caches_blocks: bool = True
-    """Whether the edges of all parts stay in memory. Within a budget those of one part do, made for each layer."""
+    parts_per_group: int = 1
+    """Parts that are computed together."""
+    has_halo: bool = True
+    """Whether blocks have the edges from other parts."""
+    with_edge_ids: bool = False
+    """Whether blocks name their edges by global edge ids."""
+    caches_blocks: bool | None = True
+    """Whether the edges of all groups stay in memory. None: those of groups that come again, in a graph of few edges.
+    False, within a budget: those of one group do, made for each layer."""
 
 
-class PartsWork:
+class PartitionedGraph:
     """A graph in parts, divided over ranks, with tables of the rows between layers and of the gradients at them.
 
-    Owns the partition, the tables, and the mover that copies their rows to and from a GPU. Every rank makes one.
+    A sweep computes the model on it. Owns the partition, the tables, and the mover that copies their rows to and from
+    a GPU. Every rank makes one.
     """
 
     def __init__(self, job: Job, model: GNN, spec: PartsSpec, partition: Partition | None = None) -> None:
@@ -72,21 +80,27 @@ class PartsWork:
         self.partition = partition or partition_together(
             job.data, spec.num_parts, spec.partition, seed=job.seed, world=job.world
         )
-        self.parts = self._new_parts()
+        self.parts = Parts(
+            graph=job.data.graph,
+            partition=self.partition,
+            assignment=self.assignment,
+            per_group=spec.parts_per_group,
+            has_halo=spec.has_halo,
+            edge_ids=spec.with_edge_ids,
+            caches_blocks=spec.caches_blocks,
+        )
         self.owners = Owners(job.world, self.assignment, self.partition.ptr)
-        self.batches = self._new_batches()
+        self.batches = PartBatches(job, self.parts, model.num_layers)
         self.mover = None if job.device.type == "cpu" or job.world.size > 1 else RowMover(job.device)
         """Moves rows of both kinds of tables to and from a GPU. None on a CPU, and with several ranks."""
-        self.histories = self._new_histories("h")
-        self.gradients = self._new_histories("gradient")
-
-    def _new_parts(self) -> Parts:
-        return Parts(self.job.data.graph, self.partition, self.assignment, caches_blocks=self.spec.caches_blocks)
-
-    def _new_batches(self) -> PartBatches:
-        return PartBatches(self)
+        self.empty_tables()
 
     # ---- tables
+
+    def empty_tables(self) -> None:
+        """Begin with new tables."""
+        self.histories = self._new_histories("h")
+        self.gradients = self._new_histories("gradient")
 
     def _new_histories(self, name: str) -> Histories:
         spec = self.spec
@@ -163,7 +177,7 @@ class PartsWork:
         positions = []
         for group in self.parts.own_groups:
             nodes = self.parts.nodes_of(group)
-            block = self.parts.block_of(group, nodes, None)
+            block = self.parts.block_of(group, nodes)
             positions.append(self.partition.position[nodes])
             positions.append(self.batches.halo_positions(group, block))
         return torch.cat(positions).unique()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hopline.training.overwrite import FILES, FOLDER
+from hopline.training.run_folder import ASIDE, FILES
 from tests.support.runs import command, fit, records, small
 
 
@@ -28,7 +28,7 @@ def test_a_run_is_replaced_and_other_files_stay(tmp_path: Path):
     assert len(records(tmp_path, "epoch")) == 1
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert not (tmp_path / "predictions.csv").exists()
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / ASIDE).exists()
     assert fit(small(), out=tmp_path / "new", epochs=1, overwrite=True).finished, "nothing is there to replace"
 
 
@@ -53,16 +53,16 @@ def test_a_run_that_is_refused_or_fails_at_once_replaces_nothing(settings: dict[
     with pytest.raises((ValueError, RuntimeError)):
         fit(small(), out=tmp_path, overwrite=True, **settings)
     assert contents(tmp_path) == before
-    assert not (tmp_path / FOLDER).exists()
+    assert not (tmp_path / ASIDE).exists()
 
 
 def test_what_a_killed_process_had_moved_aside_is_moved_back(tmp_path: Path):
     fit(small(), out=tmp_path, epochs=2)
     weights = torch.load(tmp_path / "best.pt", weights_only=True)
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / ASIDE).mkdir()
     for name in FILES:
         if (tmp_path / name).exists():
-            (tmp_path / name).rename(tmp_path / FOLDER / name)
+            (tmp_path / name).rename(tmp_path / ASIDE / name)
     with pytest.raises(ValueError, match="already holds a run"):
         fit(small(), out=tmp_path)
     assert torch.load(tmp_path / "best.pt", weights_only=True).keys() == weights.keys()
@@ -74,7 +74,7 @@ def test_what_is_no_run_folder_is_never_replaced(config: str | None, tmp_path: P
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     before = contents(tmp_path)
-    with pytest.raises(ValueError, match=r"is not a run folder.*out="):
+    with pytest.raises(ValueError, match=r"not a run folder.*out="):
         fit(small(), out=tmp_path, overwrite=True)
     assert contents(tmp_path) == before
 

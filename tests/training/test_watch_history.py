@@ -11,8 +11,8 @@ from torch_geometric.nn import GCNConv
 
 import hopline as hl
 from hopline.methods.historical.staleness import relative_distance
-from hopline.training import watch_staleness
-from hopline.training.watch_staleness import state_of
+from hopline.training import report_callbacks
+from hopline.training.report_callbacks import history_state_of
 from tests.support.runs import records, small
 
 
@@ -30,7 +30,7 @@ def test_a_run_says_when_its_histories_are_old(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, lr: float, warns: bool
 ):
     caplog.set_level(logging.INFO, logger="hopline")
-    monkeypatch.setattr(watch_staleness, "MAX_DRIFT", 0.2)  # which a small graph exceeds in few steps
+    monkeypatch.setattr(report_callbacks, "MAX_DRIFT", 0.2)  # which a small graph exceeds in few steps
     fit(tmp_path / "run", lr)
     (record,) = records(tmp_path / "run", "history")
     assert (record["drift"] > 0.2) == warns
@@ -57,9 +57,9 @@ def test_a_run_without_tables_measures_nothing(tmp_path: Path):
 
 
 def test_advice_is_what_the_run_can_still_change():
-    assert state_of([0.9], 4.0, refreshes=False).advice.startswith("set method.refresh_every=1")
-    assert "refresh_every" not in state_of([0.9], 4.0, refreshes=True).advice
-    assert state_of([9.0, 9.0, 0.1, 0.1], 4.0, refreshes=False).sentence == ""  # the first half is a beginning
+    assert history_state_of([0.9], 4.0, refreshes=False).advice.startswith("set method.refresh_every=1")
+    assert "refresh_every" not in history_state_of([0.9], 4.0, refreshes=True).advice
+    assert history_state_of([9.0, 9.0, 0.1, 0.1], 4.0, refreshes=False).sentence == ""  # the first half is a beginning
 
 
 def test_distance_is_relative_to_the_larger_norm():
