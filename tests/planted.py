@@ -141,8 +141,8 @@ FAULTS: tuple[Fault, ...] = (
         name="tree draws by the place and not by the slot",
         area="CPU tree",
         file="src/hopline/ops/cpu/sampling.py",
-        old="np.uint64(slots[i])",
-        new="np.uint64(i)",
+        old="_segments(indptr, nodes, slots, key, indices.numel(), has_slots=True)",
+        new="_segments(indptr, nodes, torch.arange(num_slots), key, indices.numel(), has_slots=True)",
         tests=("tests/ops/cpu/test_sampling.py",),
     ),
     Fault(

@@ -180,10 +180,19 @@ def draw(key: int, nodes: Tensor, position: Tensor | int) -> Tensor:
 
     nodes and position broadcast against each other.
     """
-    state = mix(nodes.long() ^ key)
+    return draw_from(first_state(key, nodes), position)
+
+
+def first_state(key: int, ids: Tensor) -> Tensor:
+    """The state from which each id's sequence starts: int64 bit patterns, shaped like `ids`."""
+    return mix(ids.long() ^ key)
+
+
+def draw_from(states: Tensor, position: Tensor | int) -> Tensor:
+    """Draw number `position`, from 0 on, of the sequences that start at some states: int64 bit patterns."""
     if isinstance(position, int):
-        return mix(state + _times_golden(position + 1))
-    return mix(state + (position + 1) * _signed(GOLDEN))
+        return mix(states + _times_golden(position + 1))
+    return mix(states + (position + 1) * _signed(GOLDEN))
 
 
 def bounded(raw: Tensor, limit: Tensor) -> Tensor:

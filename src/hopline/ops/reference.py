@@ -22,8 +22,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hopline.ops.random import bounded, draw, dropout_numbers
+from hopline.ops.random import bounded, draw, draw_from, dropout_numbers, first_state
 from hopline.ops.tree_slots import Slots
+
+
+class Segments(NamedTuple):
+    """Runs of the edge array. Every draw is over one of them, and knows nothing else of the graph.
+
+    Here a segment is the whole row of a node. Whatever leaves edges out of a draw makes segments shorter.
+    """
+
+    starts: Tensor
+    """[n] int64: the first position of each run."""
+    stops: Tensor
+    """[n] int64: one past its last position."""
+    states: Tensor
+    """[n] int64: the first state of each run's generator, as bits."""
+
+
+def rows_of(indptr: Tensor, nodes: Tensor, draw_ids: Tensor, key: int) -> Segments:
+    """The segments that are the rows of some nodes. A node of -1, an empty slot of a tree, has none.
+
+    draw_ids: [n] int64: the ids that, with the key, decide the states.
+    """
+    has_row = nodes >= 0
+    node = nodes.long().clamp(min=0)
+    starts = torch.where(has_row, indptr[node], 0)
+    stops = torch.where(has_row, indptr[node + 1], 0)
+    return Segments(starts, stops, first_state(key, draw_ids))
 
 
 class Neighbors(NamedTuple):
@@ -71,13 +97,10 @@ def sample_neighbors(
     if fanout < 0:
         out_indptr, edge_ids = row_entries(indptr, nodes)
         return Neighbors(out_indptr, indices[edge_ids], edge_ids)
-    starts = indptr[nodes]
-    degrees = indptr[nodes + 1] - starts
-    counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
-    width = int(counts.max()) if counts.numel() else 0
-    picks = _picks(degrees, nodes if draw_ids is None else draw_ids, width, key, replace)
-    is_drawn = torch.arange(width, device=nodes.device) < counts[:, None]
-    edge_ids = (starts[:, None] + picks)[is_drawn]
+    segments = rows_of(indptr, nodes, nodes if draw_ids is None else draw_ids, key)
+    counts, drawn = _draw(segments, fanout, replace)
+    is_drawn = torch.arange(drawn.size(1), device=nodes.device) < counts[:, None]
+    edge_ids = drawn[is_drawn]
     return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)
 
 
@@ -100,14 +123,9 @@ def sample_children(
     nodes: [n], the node at each slot, -1 where a slot is empty. slots: [n] int64, the ids of the slots
     (`Slots.ids`).
     """
-    has_node = nodes >= 0
-    node = nodes.long().clamp(min=0)
-    starts = indptr[node]
-    degrees = torch.where(has_node, indptr[node + 1] - starts, 0)
-    counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
-    picks = _picks(degrees, slots, fanout, key, replace)
+    counts, drawn = _draw(rows_of(indptr, nodes, slots, key), fanout, replace)
     is_drawn = torch.arange(fanout, device=nodes.device) < counts[:, None]
-    edge_ids = torch.where(is_drawn, starts[:, None] + picks, 0)
+    edge_ids = torch.where(is_drawn, drawn, 0)
     # A graph without edges has no indices to read: all children are -1.
     ids = indices[edge_ids] if indices.numel() else edge_ids.to(indices.dtype)
     return Children(torch.where(is_drawn, ids, -1), counts.int(), edge_ids)
@@ -143,18 +161,20 @@ def sample_tree(
     return torch.cat(nodes), torch.cat(counts), torch.cat(edge_ids) if with_edges else None
 
 
-def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: bool) -> Tensor:
-    """[n, width] int64: row i is a sequence of draws from 0 .. degrees[i] - 1, keyed by draw_ids[i].
+def _draw(segments: Segments, fanout: int, replace: bool) -> tuple[Tensor, Tensor]:
+    """(counts [n], positions [n, fanout] int64): the draws of each segment, from its generator's first state.
 
-    Without replacement the sequence is a Fisher-Yates shuffle, of which only the swaps are kept: swap j
-    moved the value swap_value[:, j] to the position swap_target[:, j]. Picks from number degrees[i] on are
+    Without replacement they are the first of a Fisher-Yates shuffle, of which only the swaps are kept: swap j
+    moved the value swap_value[:, j] to the position swap_target[:, j]. Positions from number counts[i] on are
     meaningless.
     """
-    picks = torch.zeros(draw_ids.numel(), width, dtype=torch.int64, device=draw_ids.device)
+    degrees = segments.stops - segments.starts
+    counts = torch.where(degrees > 0, fanout, 0) if replace else degrees.clamp(max=fanout)
+    picks = torch.zeros(degrees.numel(), fanout, dtype=torch.int64, device=degrees.device)
     swap_target = torch.full_like(picks, -1)
     swap_value = torch.full_like(picks, -1)
-    for j in range(width):
-        raw = draw(key, draw_ids, j)
+    for j in range(int(counts.max()) if counts.numel() else 0):
+        raw = draw_from(segments.states, j)
         if replace:
             picks[:, j] = bounded(raw, degrees)
             continue
@@ -168,7 +188,7 @@ def _picks(degrees: Tensor, draw_ids: Tensor, width: int, key: int, replace: boo
         picks[:, j] = value_at_target
         swap_target[:, j] = target
         swap_value[:, j] = value_at_j
-    return picks
+    return counts, segments.starts[:, None] + picks
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:

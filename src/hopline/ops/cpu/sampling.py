@@ -9,9 +9,14 @@ block is made in three steps:
 
 `sample_tree` makes the tree layout instead: a slot for every possible draw, and no relabelling.
 
-Random numbers. A node's draws depend only on (key, node id), or on (key, slot) in a tree. They are the
-outputs of a SplitMix64 generator that starts at mix(key ^ id). So a sample does not depend on threads or on
-the other nodes of the batch. A smaller fan-out gives the first draws of a larger one.
+A draw is over a *segment*: a run start .. stop - 1 of the edge array, with a state of a generator. `_segments`
+finds them, one per node or slot, and the kernels `_draw_...` know nothing else of the graph:
+
+    indptr, nodes  --_find_segments-->  starts, stops, states  --_draw_distinct, _draw_repeated-->  edge_ids
+
+Random numbers. A segment's draws are the outputs of a SplitMix64 generator that starts at its state,
+mix(key ^ node id), or mix(key ^ slot) in a tree. So a sample does not depend on threads or on the other nodes
+of the batch. A smaller fan-out gives the first draws of a larger one.
 
 Memory layout
     indptr     [num_nodes + 1] int64   edges are sorted by destination (CSC)
@@ -28,6 +33,8 @@ or a group number out of range raises an IndexError. No memory outside the array
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -48,73 +55,107 @@ EDGES_AHEAD = 24
 ROWS_AHEAD = 8
 """Rows between a prefetch and its use."""
 
+
+class _Segments(NamedTuple):
+    """`reference.Segments` as the kernels take them."""
+
+    starts: np.ndarray
+    stops: np.ndarray
+    states: np.ndarray
+
+
 DENSE_MAP_BYTES = 1 << 29
 """Bytes up to which an `IdMap` is an array over all nodes of the graph; beyond, it is a hash map."""
 
 
 @kernel
-def _count(indptr, nodes, num_edges, fanout, replace, out_indptr):
-    """Fill out_indptr[1:] with the running number of edges to sample; returns whether the input is valid.
-
-        all edges (fanout < 0)    degree
-        without replacement       min(degree, fanout)
-        with replacement          fanout, or 0 if the node has no edge
+def _find_segments(indptr, nodes, draw_ids, key, num_edges, has_slots, starts, stops, states):
+    """Fill the fields of `reference.Segments` for the rows of some nodes; returns whether the input is valid.
 
     It is not valid if a node is not in the graph, or if its edge range is not within the `num_edges` edges.
+    has_slots: whether a node may be -1, an empty slot of a tree, which has an empty segment.
     """
     num_nodes = nodes.shape[0]
-    total = 0
     for i in range(num_nodes):
         if i + NODES_AHEAD < num_nodes:
             prefetch(indptr, nodes[i + NODES_AHEAD])
-        if nodes[i] < 0 or nodes[i] + 1 >= indptr.shape[0]:
+        node = nodes[i]
+        if has_slots and node == -1:
+            starts[i] = 0
+            stops[i] = 0
+            continue
+        if node < 0 or node + 1 >= indptr.shape[0]:
             return False
-        start = indptr[nodes[i]]
-        stop = indptr[nodes[i] + 1]
+        start = indptr[node]
+        stop = indptr[node + 1]
         if start < 0 or stop < start or stop > num_edges:
             return False
-        degree = stop - start
+        starts[i] = start
+        stops[i] = stop
+        states[i] = mix(np.uint64(key) ^ np.uint64(draw_ids[i]))
+    return True
+
+
+def _segments(
+    indptr: Tensor, nodes: Tensor, draw_ids: Tensor, key: int, num_edges: int, has_slots: bool = False
+) -> _Segments:
+    """The segments of the nodes, each the whole row of its node.
+
+    Raises ValueError if the input is not valid.
+    """
+    num_nodes = nodes.numel()
+    segments = _Segments(
+        np.empty(num_nodes, np.int64), np.empty(num_nodes, np.int64), np.empty(num_nodes, dtype=np.uint64)
+    )
+    arrays = (indptr.numpy(), nodes.numpy(), draw_ids.numpy())
+    if not _find_segments(*arrays, np.int64(key), num_edges, has_slots, *segments):
+        raise ValueError(
+            f"a node id is outside 0 .. {indptr.numel() - 2}, or the graph's indptr is damaged: "
+            "check the ids, and the dataset by `hopline verify FOLDER`"
+        )
+    return segments
+
+
+@kernel
+def _count(starts, stops, fanout, replace, out_indptr):
+    """Fill out_indptr[1:] with the running number of edges to draw.
+
+    all edges (fanout < 0)    degree
+    without replacement       min(degree, fanout)
+    with replacement          fanout, or 0 if the segment is empty
+    """
+    total = 0
+    for i in range(starts.shape[0]):
+        degree = stops[i] - starts[i]
         if fanout < 0 or (degree < fanout and not replace):
             total += degree
         elif degree > 0:
             total += fanout
         out_indptr[i + 1] = total
-    return True
-
-
-def _row_starts(indptr: Tensor, nodes: Tensor, num_edges: int, fanout: int, replace: bool) -> np.ndarray:
-    """[num_nodes + 1] int64: the start of each node's sampled edges.
-
-    Raises ValueError if the input is not valid.
-    """
-    out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
-    if not _count(indptr.numpy(), nodes.numpy(), num_edges, fanout, replace, out_indptr):
-        raise ValueError(
-            f"a node id is outside 0 .. {indptr.numel() - 2}, or the graph's indptr is damaged: "
-            "check the ids, and the dataset by `hopline verify FOLDER`"
-        )
-    return out_indptr
 
 
 @kernel
-def _all_edges(indptr, nodes, out_indptr, edge_ids):
-    """Write the positions of all in-edges of each node to edge_ids[out_indptr[i] : out_indptr[i + 1]]."""
-    for i in range(nodes.shape[0]):
-        offset = indptr[nodes[i]] - out_indptr[i]
+def _take_all(starts, out_indptr, edge_ids):
+    """Write all positions of each segment to edge_ids[out_indptr[i] : out_indptr[i + 1]]."""
+    for i in range(starts.shape[0]):
+        offset = starts[i] - out_indptr[i]
         for e in range(out_indptr[i], out_indptr[i + 1]):
             edge_ids[e] = offset + e
 
 
 @kernel
-def _draw_with_replacement(indptr, nodes, draw_ids, key, out_indptr, edge_ids):
-    """Draw in-edges of each node independently; a node's draws start at a state of its draw id."""
-    for i in range(nodes.shape[0]):
-        start = indptr[nodes[i]]
-        degree = indptr[nodes[i] + 1] - start
-        state = mix(np.uint64(key) ^ np.uint64(draw_ids[i]))
-        for e in range(out_indptr[i], out_indptr[i + 1]):
+def _draw_repeated(starts, stops, states, fanout, out_starts, edge_ids):
+    """Draw from each segment with replacement: draw j is one bounded number of its sequence.
+
+    out_starts: [n or more] where the draws of each segment begin in `edge_ids`.
+    """
+    for i in range(starts.shape[0]):
+        degree = stops[i] - starts[i]
+        state = states[i]
+        count = fanout if degree > 0 else 0
+        for e in range(out_starts[i], out_starts[i] + count):
             state += GOLDEN
-            edge_ids[e] = start + bounded(mix(state), degree)
+            edge_ids[e] = starts[i] + bounded(mix(state), degree)
 
 
 @kernel
@@ -174,8 +215,12 @@ def _shuffle_large(degree, count, state, slots, swap_target, swap_value, out):
 
 
 @kernel
-def _draw_without_replacement(indptr, nodes, draw_ids, fanout, key, out_indptr, edge_ids):
-    """Draw different in-edges of each node. Scratch arrays are allocated once for all nodes."""
+def _draw_distinct(starts, stops, states, fanout, out_starts, edge_ids):
+    """Draw from each segment without replacement: the first numbers of its keyed shuffle.
+
+    out_starts: [n or more] where the draws of each segment begin in `edge_ids`. Scratch arrays are allocated once
+    for all segments.
+    """
     num_slots = 4
     while num_slots < 2 * fanout:
         num_slots *= 2
@@ -183,22 +228,17 @@ def _draw_without_replacement(indptr, nodes, draw_ids, fanout, key, out_indptr, 
     slots = np.full(num_slots, -1, dtype=np.int64)
     swap_target = np.empty(fanout, dtype=np.int64)
     swap_value = np.empty(fanout, dtype=np.int64)
-    num_nodes = nodes.shape[0]
-    for i in range(num_nodes):
-        if i + NODES_AHEAD < num_nodes:
-            prefetch(indptr, nodes[i + NODES_AHEAD])
-        start = indptr[nodes[i]]
-        degree = indptr[nodes[i] + 1] - start
-        out = edge_ids[out_indptr[i] : out_indptr[i + 1]]
-        state = mix(np.uint64(key) ^ np.uint64(draw_ids[i]))
+    for i in range(starts.shape[0]):
+        degree = stops[i] - starts[i]
+        out = edge_ids[out_starts[i] : out_starts[i] + min(degree, fanout)]
         # Both give the same draws. Up to four times the fan-out (a rule of thumb) an array is used, and no
         # hashing.
         if degree <= order.shape[0]:
-            _shuffle_small(degree, out.shape[0], state, order, out)
+            _shuffle_small(degree, out.shape[0], states[i], order, out)
         else:
-            _shuffle_large(degree, out.shape[0], state, slots, swap_target, swap_value, out)
+            _shuffle_large(degree, out.shape[0], states[i], slots, swap_target, swap_value, out)
         for j in range(out.shape[0]):
-            out[j] += start
+            out[j] += starts[i]
 
 
 @kernel
@@ -221,28 +261,26 @@ def sample_neighbors(
     draw_ids: Tensor | None = None,
 ) -> Neighbors:
     """Up to `fanout` in-edges of each node, all of them with -1; as `reference.sample_neighbors`."""
-    graph_indptr = indptr.numpy()
-    node_ids = nodes.numpy()
-    keyed_by = node_ids if draw_ids is None else draw_ids.numpy()
-    out_indptr = _row_starts(indptr, nodes, indices.numel(), fanout, replace)
+    segments = _segments(indptr, nodes, nodes if draw_ids is None else draw_ids, key, indices.numel())
+    out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
+    _count(segments.starts, segments.stops, fanout, replace, out_indptr)
     positions = np.empty(out_indptr[-1], dtype=np.int64)
     if fanout < 0:
-        _all_edges(graph_indptr, node_ids, out_indptr, positions)
-    elif replace:
-        _draw_with_replacement(graph_indptr, node_ids, keyed_by, np.int64(key), out_indptr, positions)
+        _take_all(segments.starts, out_indptr, positions)
     else:
-        _draw_without_replacement(graph_indptr, node_ids, keyed_by, fanout, np.int64(key), out_indptr, positions)
+        draw = _draw_repeated if replace else _draw_distinct
+        draw(*segments, fanout, out_indptr, positions)
     edge_ids = torch.from_numpy(positions)
     return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, edge_ids), edge_ids)
 
 
 def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """(indptr [n + 1], positions [num_entries]), int64: all entries of the given rows of a CSR structure."""
-    graph_indptr = indptr.numpy()
-    node_ids = nodes.numpy()
-    out_indptr = _row_starts(indptr, nodes, num_edges=int(indptr[-1]), fanout=-1, replace=False)
+    segments = _segments(indptr, nodes, nodes, 0, num_edges=int(indptr[-1]))
+    out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
+    _count(segments.starts, segments.stops, -1, False, out_indptr)
     positions = np.empty(out_indptr[-1], dtype=np.int64)
-    _all_edges(graph_indptr, node_ids, out_indptr, positions)
+    _take_all(segments.starts, out_indptr, positions)
     return torch.from_numpy(out_indptr), torch.from_numpy(positions)
 
 
@@ -532,92 +570,38 @@ def self_loops(indptr: Tensor, indices: Tensor) -> Tensor:
 
 
 @kernel
-def _draw_children(indptr, num_edges, nodes, slots, fanout, key, replace, counts, edge_ids):
-    """Fill `counts` and `edge_ids` of `sample_children`; returns whether the input is valid.
-
-    It draws as the kernels for blocks do, but from (key, slot): a node in two slots of a tree has different
-    draws in them. An empty slot, with the node -1, gets no draws. The input is not valid if a node is not
-    in the graph, or if its edge range is not within the `num_edges` edges.
-    """
-    num_hash_slots = 4
-    while num_hash_slots < 2 * fanout:
-        num_hash_slots *= 2
-    order = np.empty(4 * fanout, dtype=np.int64)
-    hash_slots = np.full(num_hash_slots, -1, dtype=np.int64)
-    swap_target = np.empty(fanout, dtype=np.int64)
-    swap_value = np.empty(fanout, dtype=np.int64)
-    for i in range(nodes.shape[0]):
-        if i + NODES_AHEAD < nodes.shape[0]:
-            prefetch(indptr, nodes[i + NODES_AHEAD])
-        node = nodes[i]
-        counts[i] = 0
-        if node < 0:
-            continue
-        if node + 1 >= indptr.shape[0]:
-            return False
-        start = indptr[node]
-        stop = indptr[node + 1]
-        if start < 0 or stop < start or stop > num_edges:
-            return False
-        degree = stop - start
-        if degree == 0:
-            continue
-
-        state = mix(np.uint64(key) ^ np.uint64(slots[i]))
-        count = fanout if replace else min(degree, fanout)
-        counts[i] = count
-        out = edge_ids[i, :count]
-        if replace:
-            for j in range(count):
-                state += GOLDEN
-                out[j] = bounded(mix(state), degree)
-        elif degree <= order.shape[0]:
-            _shuffle_small(degree, count, state, order, out)
-        else:
-            _shuffle_large(degree, count, state, hash_slots, swap_target, swap_value, out)
-        for j in range(count):
-            out[j] += start
-    return True
-
-
-@kernel
-def _take_edges(indices, counts, edge_ids, out):
-    """out[i, j] = the source of edge edge_ids[i, j], or -1 from j = counts[i] on."""
+def _take_children(indices, starts, stops, replace, edge_ids, counts, out):
+    """out[i, j] = the source of edge edge_ids[i, j], or -1 from j = counts[i] on. Fills `counts` first."""
     fanout = edge_ids.shape[1]
     flat = edge_ids.reshape(-1)
     for i in range(counts.shape[0]):
+        degree = stops[i] - starts[i]
+        count = min(degree, fanout) if not replace or degree == 0 else fanout
+        counts[i] = count
         for j in range(fanout):
             position = i * fanout + j
             if position + EDGES_AHEAD < flat.shape[0]:
                 prefetch(indices, flat[position + EDGES_AHEAD])
-            out[i, j] = indices[edge_ids[i, j]] if j < counts[i] else -1
+            out[i, j] = indices[edge_ids[i, j]] if j < count else -1
 
 
 def sample_children(
     indptr: Tensor, indices: Tensor, nodes: Tensor, slots: Tensor, fanout: int, key: int, replace: bool = False
 ) -> Children:
-    """Up to `fanout` in-edges of the node in each slot of a tree; defined in `reference.sample_children`."""
-    counts = torch.empty(nodes.numel(), dtype=torch.int32)
-    edge_ids = torch.zeros(nodes.numel(), fanout, dtype=torch.int64)
-    ids = torch.empty(nodes.numel(), fanout, dtype=indices.dtype)
-    is_valid = _draw_children(
-        indptr.numpy(),
-        indices.numel(),
-        nodes.numpy(),
-        slots.numpy(),
-        fanout,
-        np.int64(key),
-        replace,
-        counts.numpy(),
-        edge_ids.numpy(),
-    )
-    if not is_valid:
-        raise ValueError(
-            f"a node id is outside 0 .. {indptr.numel() - 2}, or the graph's indptr is damaged: "
-            "check the ids, and the dataset by `hopline verify FOLDER`"
-        )
-    _take_edges(indices.numpy(), counts.numpy(), edge_ids.numpy(), ids.numpy())
-    return Children(ids, counts, edge_ids)
+    """Up to `fanout` in-edges of the node in each slot of a tree; defined in `reference.sample_children`.
+
+    Keyed by (key, slot): a node in two slots of a tree has different draws in them.
+    """
+    num_slots = nodes.numel()
+    segments = _segments(indptr, nodes, slots, key, indices.numel(), has_slots=True)
+    positions = np.zeros((num_slots, fanout), dtype=np.int64)
+    draw = _draw_repeated if replace else _draw_distinct
+    draw(*segments, fanout, np.arange(0, num_slots * fanout, fanout), positions.reshape(-1))
+
+    counts = np.empty(num_slots, dtype=np.int32)
+    ids = torch.empty(num_slots, fanout, dtype=indices.dtype)
+    _take_children(indices.numpy(), segments.starts, segments.stops, replace, positions, counts, ids.numpy())
+    return Children(ids, torch.from_numpy(counts), torch.from_numpy(positions))
 
 
 def sample_tree(

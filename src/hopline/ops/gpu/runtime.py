@@ -79,7 +79,7 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-# ---- draws without replacement
+# ---- draws over a segment: of `degree` edges, by a generator in a state
 
 
 @triton.jit
@@ -106,6 +106,16 @@ def draw_distinct(state, degree, FANOUT: tl.constexpr):
         picks = picks + (value_at_target,)
         swap_targets = swap_targets + (target,)
         swap_values = swap_values + (value_at_j,)
+    return picks
+
+
+@triton.jit
+def draw_repeated(state, degree, FANOUT: tl.constexpr):
+    """A tuple of FANOUT int64 blocks: independent draws of each lane from 0 .. degree - 1."""
+    picks = ()
+    for j in tl.static_range(FANOUT):
+        state += GOLDEN
+        picks = picks + (bounded(mix(state), degree),)
     return picks
 
 

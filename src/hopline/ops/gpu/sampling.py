@@ -140,8 +140,8 @@ def _count(
 
 
 @triton.jit
-def _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
-    """(first edge, degree, offset in the result, state of the generator) of each node of this program.
+def _load_segments(draw_ids, starts, degrees, out_indptr, key, num, BLOCK: tl.constexpr):
+    """The segment of each node of this program: (first edge, degree, offset in the result, state of the generator).
 
     Lanes beyond the last node have degree 0, so that every mask by degree leaves them out.
     """
@@ -162,7 +162,7 @@ def _distinct_kernel(
 
     Program p draws for nodes p * BLOCK .. (p + 1) * BLOCK - 1.
     """
-    start, degree, offset, state = _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_segments(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
     picks = draw_distinct(state, degree, FANOUT)
 
     # All loads before the first store, so that they are in flight together.
@@ -199,7 +199,7 @@ def _distinct_many_kernel(
     The swaps of a node are one row of two [BLOCK, COLUMNS] blocks. The picks equal those of
     `_distinct_kernel`.
     """
-    start, degree, offset, state = _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_segments(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
     columns = tl.arange(0, COLUMNS)
     swap_targets = tl.full((BLOCK, COLUMNS), -1, tl.int32)
     swap_values = tl.full((BLOCK, COLUMNS), 0, tl.int32)
@@ -225,7 +225,7 @@ def _replace_kernel(
     indices, draw_ids, starts, degrees, out_indptr, key, ids, edge_ids, num, fanout, BLOCK: tl.constexpr
 ):
     """Draws with replacement: draw j of a node is one bounded number of its keyed sequence."""
-    start, degree, offset, state = _load_nodes(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
+    start, degree, offset, state = _load_segments(draw_ids, starts, degrees, out_indptr, key, num, BLOCK)
     for j in range(fanout):
         state += GOLDEN
         edge = start + bounded(mix(state), degree)

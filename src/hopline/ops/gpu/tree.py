@@ -54,7 +54,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hopline.ops import random
-from hopline.ops.gpu.runtime import GOLDEN, bounded, first_state, key_on, launch_on, mix
+from hopline.ops.gpu.runtime import GOLDEN, draw_distinct, draw_repeated, first_state, key_on, launch_on, mix
 from hopline.ops.gpu.tiers import slot_of
 from hopline.ops.tree_slots import Slots
 
@@ -172,10 +172,7 @@ def _children_kernel(
 
     nodes: the node at each slot. slots: the id of each slot, by which its draws are keyed.
     ids: the result, the node of each child, -1 where nothing was drawn.
-
-    Without replacement this is a Fisher-Yates shuffle of which only the positions that were swapped are
-    kept, in registers: O(FANOUT) of them for any degree. An empty slot has degree 0, and its children are
-    empty slots.
+    An empty slot has degree 0, and its children are empty slots.
     """
     i = tl.program_id(0) * T + tl.arange(0, T)
     is_slot = i < num
@@ -190,25 +187,13 @@ def _children_kernel(
         count = tl.where(degree > 0, FANOUT, 0).to(tl.int32)
     tl.store(counts + i, count, mask=is_slot)
 
-    # Swap q moved the value swap_values[q] to the position swap_targets[q].
-    swap_targets = ()
-    swap_values = ()
+    if REPLACE:
+        picks = draw_repeated(state, degree, FANOUT)
+    else:
+        picks = draw_distinct(state, degree, FANOUT)
     for j in tl.static_range(FANOUT):
-        state += GOLDEN
-        if REPLACE:
-            pick = bounded(mix(state), degree)
-        else:
-            target = (j + bounded(mix(state), tl.maximum(degree - j, 1))).to(tl.int32)
-            pick = target
-            value_at_j = tl.full((T,), j, tl.int32)
-            for q in tl.static_range(j):  # the latest swap into a position says what it holds
-                pick = tl.where(swap_targets[q] == target, swap_values[q], pick)
-                value_at_j = tl.where(swap_targets[q] == j, swap_values[q], value_at_j)
-            swap_targets = swap_targets + (target,)
-            swap_values = swap_values + (value_at_j,)
-
         is_drawn = j < count
-        edge = start + pick
+        edge = start + picks[j]
         child = i.to(tl.int64) * FANOUT + j
         tl.store(ids + child, tl.load(indices + edge, mask=is_drawn, other=-1), mask=is_slot)
         if EDGES:
