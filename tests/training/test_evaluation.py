@@ -41,12 +41,10 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     permits = threading.Semaphore(0)
     evaluate = EvaluationThread._evaluate
 
-    def evaluate_with_permit(
-        self: EvaluationThread, buffer: async_evaluation.WeightsBuffer
-    ) -> tuple[dict[str, float], float]:
+    def evaluate_with_permit(self: EvaluationThread, snapshot: validation.Snapshot) -> tuple[dict[str, float], float]:
         while not (permits.acquire(timeout=0.01) or self._is_cancelled.is_set()):
             pass
-        return evaluate(self, buffer)
+        return evaluate(self, snapshot)
 
     monkeypatch.setattr(EvaluationThread, "_evaluate", evaluate_with_permit)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 100)

@@ -565,29 +565,15 @@ def _key_of(batch: Batch) -> int:
 
 
 @dataclass
-class GuardedUnit(Unit):
+class GuardedUnit(BatchUnit):
     """One batch through the job's training step, in as many micro-batches as the guard needs."""
 
-    job: Job
-    batch: Batch
     guard: BudgetGuard
     redraw: Redraw | None = None
 
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.batch.num_seeds
-
-    @property
-    def total_size(self) -> float | None:
-        return self.batch.total_seeds
-
-    @property
-    def weight(self) -> float:
-        return self.job.weight_of(self.batch)
-
     def forward_backward(self, total: float) -> Tensor:
         if not self.size:  # no loss and no gradients
-            return BatchUnit(self.job, self.batch).forward_backward(total)
+            return super().forward_backward(total)
         if not self.job.task.is_mean:
             return self._own_loss(total)
 

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline import ops
-from hopline.distributed.world import GroupHandle, World, bytes_of_rows
+from hopline.distributed.membership import GroupHandle
+from hopline.distributed.world import World, bytes_of_rows
 from hopline.util import trace
 
 

@@ -21,27 +21,29 @@ import json
 import os
 import socket
 import time
+import traceback
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from hopline.device.meter import find_device
 from hopline.distributed.environment import Rank
 from hopline.distributed.gradients import BUCKET_BYTES, split_by_bytes, sum_over_ranks, sum_tensors
-from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
+from hopline.distributed.heartbeat import Heartbeat, get_all
+from hopline.distributed.membership import GroupHandle, Membership
 from hopline.util.errors import PeerError
 from hopline.util.host import allowed_cores, num_cores, who_set_threads
 from hopline.util.log import logger
 
-LEAVE_S = 5.0
-"""Most seconds that a rank which serves the store waits at its end for the others to leave, or to read its error."""
 RESUME = "start the same command again with resume=true to resume from the last checkpoint"
 """Advice of every error about a lost rank."""
 
@@ -58,35 +60,6 @@ class RankSpec(Rank):
     """Seconds to wait for a rank that does not answer."""
     keeps_store: bool = False
     """Whether this process serves the store."""
-
-
-class GroupHandle:
-    """Hopline's only reference to a process group, so that `destroy` can close its connections.
-
-    Gloo closes the connections of a group when nothing refers to the group, not when it is destroyed. Only
-    then do ranks that wait for this one get an error. So users of a group hold this handle, and ask it for
-    the group at each collective call.
-    """
-
-    def __init__(self, group: Any) -> None:
-        assert isinstance(group, dist.ProcessGroup)  # on ranks outside the group it would not be
-        self._group: dist.ProcessGroup | None = group
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group. Raises a RuntimeError after `destroy`."""
-        if self._group is None:
-            raise RuntimeError("this process group was destroyed")
-        return self._group
-
-    def destroy(self, *, broken: bool) -> None:
-        """Destroy the group. broken: whether one of its ranks is lost. May be called twice."""
-        group = self._group
-        self._group = None
-        if group is not None:
-            # Torch raises one of these if its owner has destroyed all groups before.
-            with suppress(RuntimeError, ValueError, AssertionError):
-                destroy_group(group, broken=broken)
 
 
 class World:
@@ -114,12 +87,7 @@ class World:
         (0, 1, [2.0])
     """
 
-    def __init__(
-        self,
-        spec: RankSpec,
-        heartbeat: Heartbeat | None = None,
-        store: dist.Store | None = None,
-    ) -> None:
+    def __init__(self, spec: RankSpec, membership: Membership | None = None, cores: int | None = None) -> None:
         self.rank = spec.rank
         self.size = spec.size
         self.local_rank = spec.local_rank
@@ -127,13 +95,10 @@ class World:
         self.node = spec.node
         self.device = torch.device(spec.device)
         self.timeout_s = spec.timeout_s
-        self.num_cores = num_cores()
+        self.num_cores = cores or num_cores()
         """Cores for this rank: its share of those that it has together with other ranks of its host."""
-        self._heartbeat = heartbeat
-        self._store = store
-        self._keeps_store = spec.keeps_store
-        self._made_default_group = False
-        """Whether `join` has initialised torch's default process group, which `close` then destroys."""
+        self._membership = membership
+        """None if this process is alone."""
         self._lost = ""
         """Message of the first `PeerError`. "" while no rank is lost."""
 
@@ -207,8 +172,11 @@ class World:
             raise PeerError(
                 f"rank {spec.rank} cannot reach rank 0 at {address} ({reason_of(error)}): check address="
             ) from error
-        heartbeat = Heartbeat(heartbeat_store, spec.rank, spec.size, address)
-        world = cls(spec, heartbeat, store)
+        membership = Membership(
+            partial(Heartbeat, heartbeat_store, spec.rank, spec.size, address),
+            served_store=store if spec.keeps_store else None,
+        )
+        world = cls(spec, membership)
         try:
             with world.collective_call(start_s):
                 world.num_cores = _find_share_of_cores(spec, store)
@@ -222,7 +190,6 @@ class World:
                         world_size=spec.size,
                         timeout=timedelta(seconds=spec.timeout_s),
                     )
-                    world._made_default_group = True
             world.barrier()
         except BaseException as error:
             world.close(f"{type(error).__name__}: {error}")
@@ -339,11 +306,15 @@ class World:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the collective calls. None is torch's default group."""
-        return None
+        is_default = self._membership is None or self._membership.is_launched
+        return None if is_default else self._membership.groups[0].group
 
     def new_group(self) -> GroupHandle:
         """A further process group of all ranks (gloo, tensors on the host). Every rank must call this."""
-        return GroupHandle(dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s)))
+        group = new_group("gloo", self.timeout_s)
+        if self._membership is not None:
+            self._membership.groups.append(group)
+        return group
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -372,33 +343,27 @@ class World:
                 torch.set_num_threads(threads_before)
 
     def _end_watch(self, error: BaseException | None) -> None:
-        """Called at the end of `watch`. Does nothing: `launch`, which made this world, closes it.
-
-        `GroupWorld`, which no launcher closes, overrides it.
-        """
-
-    def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
-        """The heartbeat. Raises a PeerError after `close`."""
-        if self._heartbeat is None:
-            raise PeerError("this rank has left the others: nothing can be exchanged after close()")
-        return self._heartbeat
+        """Pause the heartbeat, or after an error close the world. A launched one is closed by `launch`."""
+        if self._membership is None or self._membership.is_launched:
+            return
+        if error is None:
+            self._membership.pause_heartbeat()
+            return
+        # Frames of a failed call, which the error keeps alive, refer to the process group. Gloo closes its
+        # connections only when nothing refers to the group, and other ranks wait for that.
+        if isinstance(error, PeerError):
+            traceback.clear_frames(error.__traceback__)
+            if error.__cause__ is not None:
+                traceback.clear_frames(error.__cause__.__traceback__)
+        self.close(sentence(error))
 
     def close(self, error: str = "") -> None:
-        """Leave the other ranks. May be called twice.
+        """Leave the other ranks. May be called twice. A process group that somebody else has made stays open.
 
         error: Why this rank could not continue. The others read it. "": it ended in good order.
         """
-        heartbeat = self._heartbeat
-        if heartbeat is None:
-            return
-        self._heartbeat = None
-        heartbeat.stop(last_words(error))
-        if self._made_default_group and dist.is_initialized():
-            with suppress(RuntimeError):
-                destroy_group(None, broken=bool(self._lost))
-        if self._keeps_store:  # the store ends with this object, and the others still write to it
-            heartbeat.wait_for_others(LEAVE_S)
-        self._store = None
+        if self._membership is not None:
+            self._membership.close(error, broken=bool(self._lost))
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.size == 1:
@@ -424,7 +389,8 @@ class World:
         """
         if self._lost:
             raise PeerError(self._lost)
-        heartbeat = self._running_heartbeat()
+        assert self._membership is not None  # a process that is alone makes no collective calls
+        heartbeat = self._membership.running_heartbeat()
         heartbeat.exchanges += 1
         start_s = time.monotonic() if start_s is None else start_s
         try:
@@ -676,6 +642,30 @@ def interface_towards(address: str, *, several_hosts: bool) -> str | None:
     return None
 
 
+def new_group(backend: str, timeout_s: float) -> GroupHandle:
+    """A new process group of all ranks. Every rank must call this."""
+    variables: dict[str, str] = {}
+    if backend == "nccl":
+        variables["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a lost rank raises an error; by default it aborts the process
+    elif "gloo" not in distributed_c10d.get_backend_config():
+        # By default gloo resolves the host's own name, which may be an address that other hosts cannot
+        # reach. The address of the owner's store tells which network interface leads to them. If the
+        # owner's group uses gloo itself, its settings work as they are.
+        host = address_of(distributed_c10d._get_default_store()).rpartition(":")[0]
+        interface = interface_towards(host, several_hosts=True) if host else None
+        if interface:
+            variables["GLOO_SOCKET_IFNAME"] = interface
+    with defaults_in_environment(variables):
+        return GroupHandle(dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)))
+
+
+def address_of(store: dist.Store) -> str:
+    """HOST:PORT of a store that a process serves. "" for a store in files."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+
+
 @contextmanager
 def defaults_in_environment(values: dict[str, str]) -> Generator[None]:
     """A context in which these environment variables are set, unless they were set before."""
@@ -686,23 +676,6 @@ def defaults_in_environment(values: dict[str, str]) -> Generator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def destroy_group(group: dist.ProcessGroup | None, *, broken: bool) -> None:
-    """Destroy a process group. None: the default one and all others. broken: whether a rank is lost."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if broken and abort is not None and dist.get_backend(group) == "nccl":
-        abort(group)  # `destroy_process_group` would wait for collective calls that never end
-    else:
-        dist.destroy_process_group(group)
-
-
-def last_words(error: str) -> str:
-    """The last message of a rank in its heartbeat: at most 500 characters of its error.
-
-    error: "" if it ended in good order.
-    """
-    return f"error {error[:500]}" if error else "left"
 
 
 def sentence(error: BaseException) -> str:

@@ -130,7 +130,7 @@ class SweepUnit(Unit):
     """One step: a forward and a backward sweep over all parts."""
 
     job: Job
-    sweep: Sweep | TrimmedSweep
+    sweep: Sweep
     key: int
     """Key of the random draws. Both passes use it, so that the backward one draws the same dropout."""
 

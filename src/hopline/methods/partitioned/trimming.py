@@ -25,7 +25,7 @@ from hopline.core.row_handles import Rows
 from hopline.core.sampler import full_block, in_neighborhood
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.partitioned.partitioned_graph import PartitionedGraph
-from hopline.methods.partitioned.sweep_loss import make_sweep_loss
+from hopline.methods.partitioned.sweep import Sweep
 
 
 class NeededChunk(NamedTuple):
@@ -46,14 +46,14 @@ class NeededEdges(NamedTuple):
     """[num_src] int64 on the host: table positions of the block's sources."""
 
 
-class TrimmedSweep:
-    """A `Sweep` over the rows that are needed after each layer, in one process and in training mode.
+class TrimmedSweep(Sweep):
+    """A sweep over the rows that are needed after each layer, in one process and in training mode.
 
     These rows depend on the graph and the training nodes only, so all steps share one object.
     """
 
     def __init__(self, partitioned: PartitionedGraph) -> None:
-        self.partitioned = partitioned
+        super().__init__(partitioned)
         self.graph = partitioned.job.data.graph
         needed = [partitioned.job.train_ids.cpu()]
         for _ in range(partitioned.model.num_layers - 1):
@@ -93,18 +93,6 @@ class TrimmedSweep:
         if self.partitioned.spec.caches_blocks:
             self._edges[key] = edges
         return edges
-
-    def forward(self, key: int | None) -> None:
-        """Compute the needed rows after all layers but the last, into the tables. key: of the random draws."""
-        with torch.no_grad():
-            self._layers(key).forward(range(self.partitioned.model.num_layers - 1))
-
-    def backward(self, key: int | None, scale: float) -> Tensor:
-        """Add the gradient of `scale` times the summed loss to the parameters' gradients. Returns the summed loss."""
-        objective = make_sweep_loss(self.partitioned.job, scale, key)
-        with torch.enable_grad():
-            self._layers(key).backward(objective)
-        return objective.loss_sum
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
         partitioned = self.partitioned
