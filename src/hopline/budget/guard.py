@@ -74,9 +74,7 @@ class FittedBatch(NamedTuple):
     original_blocks: tuple[Block, ...]
     """The blocks of the original. `batch` has others if edges were cut or drawn again."""
     predicted_bytes: float
-    """The predicted peak of the original."""
     making_bytes: int
-    """The measured peak of cutting or drawing again."""
 
 
 @dataclass(eq=False)
@@ -111,7 +109,6 @@ class BudgetGuard:
     target_bytes: float = field(init=False)
     """The bytes that steps are made to fit in: `limit_bytes`, and less for a while after out of memory."""
     ledger: Ledger = field(init=False)
-    """Predicted and measured bytes of the steps so far."""
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
@@ -124,7 +121,6 @@ class BudgetGuard:
         self._set_aside_bytes = 0
         """Bytes of earlier gradients that the snapshot of the running attempt holds."""
         self._num_unmeasured = 0
-        """Whole batches since the last measured one."""
         self._max_measured_bytes = 0.0
         """The most expected bytes of a whole batch that was measured in this epoch."""
 
@@ -337,7 +333,6 @@ class BudgetGuard:
         )
 
     def _check_split(self) -> None:
-        """Raise a ValueError if the model's outputs would change when a batch is split."""
         instead = "make batch_size smaller" if self.forward_only else f"set over_budget=cut {CHANGES_TRAINING}"
         check_split(self.job.model, instead=instead)
 
@@ -376,7 +371,6 @@ class BudgetGuard:
         return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
     def note_split(self, num_micro_batches: int) -> None:
-        """Note that a step runs in micro-batches."""
         self.ledger.note_split(num_micro_batches)
 
     # ---- a step that cannot be made smaller
@@ -539,7 +533,6 @@ class Attempt:
     meter: Meter
     """Measures the attempt. The running function calls `lap()` where the step itself begins."""
     predicted_bytes: float
-    """The predicted peak of the attempt."""
     sizes: Sizes | None = None
     """The sizes to learn from, with the bytes since the meter's last lap. None: nothing is learnt."""
 

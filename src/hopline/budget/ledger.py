@@ -84,7 +84,6 @@ class Ledger:
         trace.count("budget.pieces", num_micro_batches)
 
     def note_resampled(self) -> None:
-        """Note that other edges were drawn for a batch."""
         self._record.resampled += 1
         trace.count("budget.resampled", 1)
 
@@ -96,6 +95,5 @@ class Ledger:
         trace.count("budget.edges_cut", num_edges)
 
     def note_out_of_memory(self) -> None:
-        """Note that a step ran out of memory."""
         self._record.oom += 1
         trace.count("budget.out_of_memory", 1)

@@ -99,7 +99,6 @@ class MicroBatch:
     """
 
     whole: Batch
-    """The batch that the micro-batch is a part of."""
     seed_idx: Tensor
     """[num_seeds] int64: positions of the seeds among the batch's."""
     blocks: tuple[Block, ...]
@@ -224,7 +223,6 @@ class MicroBatchBytes:
         )
 
     def resident(self, sizes: Sizes) -> float:
-        """The bytes of a micro-batch while its step runs."""
         node_bytes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
         edge_bytes = sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True))
         return node_bytes + edge_bytes + SMALL_TENSOR_BYTES
@@ -349,12 +347,10 @@ def groups_to_fit(
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
 
     def split(num_groups: int) -> list[Tensor]:
-        """Even groups, the most expensive first."""
         groups = [seeds[group] for group in balanced_groups(seed_cost[seeds], num_groups)]
         return sorted(groups, key=lambda group: -float(seed_cost[group].sum()))
 
     def bytes_of_largest(groups: list[Tensor]) -> float:
-        """The bytes of the largest micro-batch of these groups."""
         return max(map(bytes_of, sizes_of(batch, groups)))
 
     num_groups = math.ceil(bytes_of_largest([seeds]) / limit) if first is None else max(1, first)

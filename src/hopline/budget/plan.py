@@ -127,9 +127,7 @@ class Item:
     name: str
     """A name for the printed plan, such as "history"."""
     place: Place
-    """The kind of memory that holds it."""
     num_bytes: int
-    """Its size."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -310,7 +308,6 @@ class Plan:
         return self.limits[place]
 
     def resident_bytes(self, place: Place) -> int:
-        """The bytes that are taken at a place all the time."""
         return sum(item.num_bytes for item in self.items if item.place == place)
 
     @property

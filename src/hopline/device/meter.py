@@ -172,7 +172,6 @@ class TensorMeter(TorchDispatchMode):
         return out
 
     def _note_freed(self, reference: weakref.KeyedRef[int, torch.UntypedStorage]) -> None:
-        """Callback of a weak reference: remember that its storage was freed."""
         self._freed.append(reference.key)
 
     def _subtract_freed(self) -> None:

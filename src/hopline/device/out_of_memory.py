@@ -80,7 +80,6 @@ class StepSnapshot:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that the snapshot holds."""
         return sum(_num_bytes(grad) for _, grad in self._gradients if grad is not None)
 
     def accept(self) -> None:
@@ -105,7 +104,6 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients that the parameters of a module have now."""
     return sum(_num_bytes(p.grad) for p in module.parameters() if p.grad is not None)
 
 

@@ -83,7 +83,6 @@ class RandomState:
     """The states of the random generators that a model on one device draws from."""
 
     device: torch.device
-    """The device of the model."""
     host: Tensor
     """The state of the host's generator. Models on a GPU may draw from it too."""
     gpu: Tensor | None

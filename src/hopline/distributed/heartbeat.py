@@ -235,5 +235,4 @@ def _is_beat(words: str) -> bool:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1" or "ranks 1, 2"."""
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"

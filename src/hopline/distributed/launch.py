@@ -178,9 +178,7 @@ class _Child:
     """A spawned rank, as its parent sees it."""
 
     rank: int
-    """Number of the rank."""
     process: Any
-    """The `multiprocessing` process."""
     pipe: Connection
     """The parent's end of the pipe that the rank writes to."""
     messages: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +188,6 @@ class _Child:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the rank has joined the others."""
         return "ready" in self.messages
 
     @property
@@ -199,7 +196,6 @@ class _Child:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the rank has ended with another exit code than 0."""
         return not self.is_alive and self.process.exitcode != 0
 
     @property

@@ -40,7 +40,6 @@ class GroupHandle:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group. Raises a RuntimeError after `destroy`."""
         if self._group is None:
             raise RuntimeError("this process group was destroyed")
         return self._group

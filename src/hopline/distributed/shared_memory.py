@@ -56,9 +56,7 @@ class SharedArray:
         self.file = file
         """A descriptor of a memfd, or the path of a file. "" if the array is empty."""
         self.offset = offset
-        """Bytes of the file before the array."""
         self.tensor = tensor
-        """The array itself, over the shared memory."""
         self.writable = writable
         """Whether processes that open it may write."""
         if isinstance(file, int):
@@ -198,11 +196,8 @@ class MappedFile(NamedTuple):
     """The file whose memory map holds a tensor."""
 
     path: str
-    """Path of the file."""
     offset: int
-    """Bytes of the file before the tensor."""
     writable: bool
-    """Whether the memory map may be written."""
 
 
 def mapped_file(tensor: Tensor) -> MappedFile | None:

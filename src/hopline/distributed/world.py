@@ -521,9 +521,7 @@ class _Seat(NamedTuple):
     """What a rank writes about itself into the store, as a JSON list, before it joins the process group."""
 
     size: int
-    """Number of ranks that it was started with."""
     node: int
-    """Number of its host."""
     cores: list[int]
     """Cores that it may run on, sorted. Empty if the system does not tell."""
     gpu: str

@@ -30,7 +30,6 @@ from hopline.util.config import CHANGES_TRAINING, kind_of
 from hopline.util.host import process_bytes
 
 PROBED_FANOUT = 10
-"""Fan-out of the batches whose steps are measured."""
 MAX_TRIED_BUDGETS = 5
 """Most budgets that are tried before an error names one."""
 FOLDER = Path("tables")
@@ -181,7 +180,6 @@ def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
 
 
 def settings_to_type(method: Method) -> str:
-    """The settings that choose a method, as a user types them."""
     folder = getattr(method, "folder", None)
     folder_setting = "" if folder is None else f" method.folder={folder}"
     return f"method={kind_of(type(method))}{folder_setting}"

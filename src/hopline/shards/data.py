@@ -116,7 +116,6 @@ class ShardedData(Dataset):
 
     @property
     def num_edges(self) -> int:
-        """Edges of all shards."""
         return self.shard.num_edges
 
     @property
@@ -126,7 +125,6 @@ class ShardedData(Dataset):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's shard."""
         return self.shard.num_bytes
 
     def map_features(self, function: Callable[[Table], Table]) -> ShardedData:

@@ -36,9 +36,7 @@ class ShardLayout:
     """The in-edges of a shard's own nodes, one part per round, and the rows that travel in each round."""
 
     rank: int
-    """The number of this shard."""
     num_shards: int
-    """The number of shards."""
     ptr: Tensor
     """[num_shards + 1] int64: shard s owns the positions ptr[s] .. ptr[s + 1] - 1."""
     own_ids: Tensor

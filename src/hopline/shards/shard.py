@@ -47,7 +47,6 @@ ADVICE = "cut the dataset again by `hopline partition`"
 
 
 def shard_name(rank: int) -> str:
-    """The name of a shard's folder within the folder of all shards."""
     return f"shard-{rank}"
 
 
@@ -329,7 +328,6 @@ def _layout(arrays: dict[str, Tensor], edge: dict[str, Tensor], rank: int, num_s
     """The layout, with slices of the mapped arrays as parts. Reads nothing of the size of the edges."""
 
     def part_from(shard: int) -> Part:
-        """The edges whose sources a shard owns."""
         numbers = slice(int(arrays["part_ptr"][shard]), int(arrays["part_ptr"][shard + 1]))
         edge_rows = {name: array[numbers] for name, array in edge.items()}
         return Part(arrays["part_indptr"][shard], arrays["src_idx"][numbers], edge_rows, arrays["edge_ids"][numbers])

@@ -261,7 +261,6 @@ class P2PTransport(Transport):
                 "start as many ranks as there are shards"
             )
         self.on_host = dist.get_backend(self.group) == "gloo"
-        """Whether messages must be in host memory."""
 
     @property
     def group(self) -> Any:
@@ -390,11 +389,9 @@ class _PostedGradients(NamedTuple):
     """Messages of one round of gradients."""
 
     k: int
-    """The round."""
     received: list[Tensor]
     """By tensor: [number of rows sent in round k, ...], to be filled with their gradients."""
     works: list[Any]
-    """Handles with `wait()`."""
 
 
 class P2PReturn:
@@ -408,7 +405,6 @@ class P2PReturn:
         self.part_buffers: list[Tensor] = []
         """The buffers of the part at hand, until they are pushed."""
         self.in_transfer = deque[_PostedGradients]()
-        """Oldest first."""
 
     def buffers(self, k: int) -> list[Tensor]:
         if k == 0:

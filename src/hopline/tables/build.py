@@ -30,7 +30,6 @@ from hopline.tables.ram_cache import CachedTable
 from hopline.util.config import parse_size
 
 ORDERS = ("degree", "access", "observed")
-"""Names that `order` may have."""
 
 
 def table(

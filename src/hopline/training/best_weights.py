@@ -58,7 +58,6 @@ class KeepWeights(Callback):
         self.save_last(trainer)
 
     def save_last(self, trainer: Trainer) -> None:
-        """Write the weights that the model has now as last.pt."""
         if self.folder is not None:
             self._save("last.pt", trainer.model.state_dict())
 

@@ -53,13 +53,11 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 FILE = "checkpoint.pt"
-"""Name of the checkpoint in a run folder."""
 FORMAT = 2
 """Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
 """Largest share of the time of a run that writing checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
-"""First word of the file."""
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
@@ -405,7 +403,6 @@ def _check_code(stored: Mapping[str, Mapping[str, str]], ours: Mapping[str, Mapp
 
 
 def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """The first name whose values differ, or that only one of the two has."""
     return next(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
 
 
@@ -452,7 +449,6 @@ class Checkpoints:
         self.last_write_s = time.monotonic()
         """Reading of `time.monotonic` when the last checkpoint was written, or training began."""
         self.write_duration_s = 0.0
-        """Seconds that writing the last checkpoint took."""
 
     def __enter__(self) -> Self:
         self.signals = Signals()

@@ -58,7 +58,6 @@ NUM_SAMPLED_ROWS = 64
 
 
 def check_keywords(trainer: type, settings: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that neither a Trainer nor its settings have."""
     parameters = inspect.signature(trainer).parameters.values()
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     check_names("Trainer", settings, [*keywords, *(field.name for field in fields(TrainSettings))], KEYWORDS_ELSEWHERE)

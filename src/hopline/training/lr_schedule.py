@@ -61,7 +61,6 @@ class Scheduler:
             self._warmup = LinearLR(optimizer, start_factor=1 / (spec.warmup + 1), total_iters=spec.warmup)
 
     def _schedulers(self) -> dict[str, LRScheduler]:
-        """Torch's schedulers that are in use, by their names in a checkpoint."""
         schedulers = {"plateau": self._plateau, "by_epoch": self._by_epoch, "warmup": self._warmup}
         return {name: scheduler for name, scheduler in schedulers.items() if scheduler is not None}
 

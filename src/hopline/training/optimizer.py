@@ -36,7 +36,6 @@ MAX_SEEN_KEYS = 64
 
 
 Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
-"""Lists of parameters, each with its weight decay."""
 
 
 def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimizer:
@@ -232,11 +231,9 @@ class Update:
 
     @property
     def num_graphs(self) -> int:
-        """The number of steps that are captured."""
         return sum(captured.graph is not None for captured in self.captured.values())
 
     def _run(self) -> None:
-        """Clip and step, kernel by kernel."""
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._trained_parameters(), self.clip_norm)
         self.optimizer.step()

@@ -189,11 +189,9 @@ class _EpochTimes:
     """The times of an epoch, or the mean times of several."""
 
     stages: dict[str, float]
-    """As `EpochEnd.stages`."""
     seconds: float
     num_batches: int
     work: dict[str, float]
-    """As `EpochEnd.work`."""
 
     def explain(self, setup: Setup) -> Explanation | None:
         return explain(self.stages, self.seconds, self.num_batches, setup, self.work)
@@ -293,12 +291,10 @@ class WatchHistory(Callback):
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
         self.history_state: HistoryState | None = None
-        """The verdict. None before the end of a run."""
         self.drifts: list[float] = []
         self.age_sum = 0.0
         """Sum of the ages of all rows that batches read, in steps."""
         self.num_rows = 0.0
-        """Number of rows that batches read."""
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
         self.age_sum += epoch.counters.get("history.age_sum", 0.0)
@@ -338,7 +334,6 @@ class ShowProgress(Callback):
         self.waiting: deque[_EpochLine] = deque()
         """Epochs whose line is not printed yet, oldest first."""
         self.results: dict[int, Evaluation] = {}
-        """By epoch: its evaluation on the validation split."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._print(trainer, repr(trainer.data))
@@ -414,7 +409,6 @@ class ShowProgress(Callback):
 
 
 EDGE_WORDS = {"weight": "edge weights", "attr": "edge features", "type": "edge types"}
-"""Words for the edge arrays that convs read."""
 
 
 def _edge_array_lines(trainer: Trainer) -> list[str]:

@@ -31,7 +31,6 @@ class RunTimes:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """A context in which spans and counters are collected."""
         with trace.listen(self.timers), trace.listen(self.counters):
             yield
 

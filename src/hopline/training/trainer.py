@@ -583,5 +583,4 @@ class Trainer(NotCopied):
 
 
 def _describe_last_epoch(num_epochs: int) -> str:
-    """The reason for the end of a run that trained all its epochs."""
     return f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"

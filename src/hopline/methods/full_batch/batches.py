@@ -84,7 +84,6 @@ class _OwnShard(NamedTuple):
     tables: dict[str, Table]
     """Features and other rows, of the own nodes (`ShardedData`) or of all nodes (any other dataset)."""
     transport: Transport
-    """Moves rows between shards."""
     ids: Tensor
     """[num_own] int64: global ids of the own nodes."""
     y: Tensor | None

@@ -205,7 +205,6 @@ class ShardedUnit(Unit):
 
     work: ShardedWork
     key: int
-    """Key of the random draws."""
 
     @property
     def size(self) -> int:  # type: ignore[override]

@@ -262,7 +262,6 @@ class MicroBatch:
 
     @property
     def has_seeds(self) -> bool:
-        """Whether any seed of the batch is in this micro-batch."""
         return bool((self._seed_idx >= 0).any())
 
 
@@ -382,9 +381,7 @@ class LayerPeak(NamedTuple):
     """A measurement of one layer at one micro-batch."""
 
     peak_bytes: int
-    """The peak of the layer's forward and backward pass."""
     sizes: Sizes
-    """The sizes of the micro-batch's block."""
 
 
 class MicroBatches(BatchPlan):
@@ -471,7 +468,6 @@ class MicroBatches(BatchPlan):
 
     @property
     def predicted_bytes(self) -> float:
-        """The predicted peak of the step."""
         return self.resident_bytes + self.max_run_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:

@@ -103,7 +103,6 @@ class HistoricalUnit(Unit):
         return loss.detach() * weight
 
     def push_only(self) -> None:
-        """Compute and push the batch's rows without gradients."""
         self._forward_only()
         self.commit()
 

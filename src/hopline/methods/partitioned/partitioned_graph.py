@@ -98,7 +98,6 @@ class PartitionedGraph:
     # ---- tables
 
     def empty_tables(self) -> None:
-        """Begin with new tables."""
         self.histories = self._new_histories("h")
         self.gradients = self._new_histories("gradient")
 
@@ -166,7 +165,6 @@ class PartitionedGraph:
 
     @property
     def own_row_range(self) -> slice:
-        """The row range that this rank keeps."""
         return slice(self.owners.own.start, self.owners.own.stop)
 
     @cached_property
@@ -204,7 +202,6 @@ class PartitionedGraph:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
         return next(p.dtype for p in self.model.parameters())
 
 

@@ -32,7 +32,6 @@ class NeededChunk(NamedTuple):
     """The nodes of one part that are needed after a layer."""
 
     part: int
-    """The number of the part."""
     positions: Tensor
     """[n] int64 on the host, ascending: the table positions of the nodes."""
 
@@ -65,17 +64,14 @@ class TrimmedSweep(Sweep):
 
     @cached_property
     def num_rows(self) -> int:
-        """The number of rows that one pass over all layers computes."""
         return sum(positions.numel() for positions in self.positions)
 
     @cached_property
     def num_edges(self) -> int:
-        """The number of edges that one pass over all layers reads."""
         order = self.partitioned.partition.order
         return sum(int(self.graph.in_degrees(order[positions]).sum()) for positions in self.positions)
 
     def chunks_of(self, l: int) -> list[NeededChunk]:
-        """The chunks of layer `l`, one for each part that has needed nodes."""
         bounds = torch.searchsorted(self.positions[l], self.partitioned.partition.ptr)
         by_part = self.positions[l].split(bounds.diff().tolist())
         return [NeededChunk(part, positions) for part, positions in enumerate(by_part) if positions.numel()]

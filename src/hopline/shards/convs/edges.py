@@ -91,7 +91,6 @@ class ConvEdges:
 
     @classmethod
     def of(cls, layout: ShardLayout) -> ConvEdges:
-        """The graph's own edges."""
         return cls(layout, layout.parts, layout.degrees)
 
     @property
@@ -215,7 +214,6 @@ class ConvEdges:
             )
 
     def num_chunks(self, k: int, max_edges: int) -> int:
-        """The number of chunks that `chunks(k, max_edges)` yields."""
         return len(self._bounds(k, max_edges))
 
     def _bounds(self, k: int, max_edges: int) -> list[_ChunkBounds]:
@@ -239,7 +237,6 @@ class ConvEdges:
 
     @cached_property
     def _bounds_cache(self) -> dict[tuple[int, int], list[_ChunkBounds]]:
-        """By (part, max_edges)."""
         return {}
 
 

@@ -58,7 +58,6 @@ class ArgumentSource:
     role: Role
     """The list of `Inputs` that holds the tensor."""
     index: int
-    """The tensor's index in that list."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,7 +285,6 @@ def unsqueeze_like(per_node: Tensor, rows: Tensor) -> Tensor:
 
 
 def aggregation_name(conv: MessagePassing) -> str:
-    """The name of a conv's aggregation for an error message."""
     has_own_aggregate = type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None
     return f"the aggregate of {type(conv).__name__}" if has_own_aggregate else type(conv.aggr_module).__name__
 

@@ -60,7 +60,6 @@ class ShardConvs(ConvRunner):
 
     layout: ShardLayout
     transport: Transport
-    """Moves rows between this shard and the others."""
     edge_rows: Mapping[str, Tensor]
     """[num_edges, ...] each, by name: the graph's edge arrays at the shard's edges, part after part."""
     mode: FetchMode = "sequential"
@@ -111,12 +110,10 @@ class ShardConvs(ConvRunner):
 
     @cached_property
     def edges(self) -> ConvEdges:
-        """The graph's own edges."""
         return ConvEdges.of(self.layout)
 
     @cached_property
     def edges_with_loops(self) -> ConvEdges:
-        """The edges with one self-loop per node."""
         with outside_inference_mode():
             return self.edges.with_loops()
 
@@ -306,7 +303,6 @@ def _output_and_gradients(conv: nn.Module, x: Tensor, call: Callable[[Tensor], T
 
 
 def is_close(output: Tensor, expected: Tensor) -> bool:
-    """Whether two float64 outputs or gradients over shards are equal up to rounding."""
     return torch.allclose(output, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 
