@@ -21,14 +21,14 @@ from hopline.distributed.world import World
 from hopline.training import checkpoint
 from hopline.training.callbacks import Callback, EpochEnd, StepEnd
 from hopline.training.settings import TrainSettings
-from tests.support.runs import records, sage, small
+from tests.support.runs import read_checkpoint, records, sage, small
 
 STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     checkpoint.write(tmp_path / "c", STATE)
-    state = checkpoint.read(tmp_path / "c")
+    state = read_checkpoint(tmp_path / "c")
     assert torch.equal(state["weights"], STATE["weights"])
     assert state["epoch"] == 3
     assert state["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
@@ -43,7 +43,7 @@ def test_a_changed_byte_is_noticed(place: int, tmp_path: Path) -> None:
     data[place] ^= 1
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"damaged|not a hopline checkpoint"):
-        checkpoint.read(path)
+        read_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_a_changed_byte_is_noticed(place: int, tmp_path: Path) -> None:
 def test_a_file_that_is_no_checkpoint_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "c").write_bytes(content)
     with pytest.raises(ValueError, match=r"c is damaged \(its|c is not a hopline checkpoint"):
-        checkpoint.read(tmp_path / "c")
+        read_checkpoint(tmp_path / "c")
 
 
 def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     header = f"hopline-checkpoint {hashlib.sha256(payload).hexdigest()} {len(payload)}\n".encode()
     (tmp_path / "c").write_bytes(header + payload)
     with pytest.raises(ValueError, match=r"c is damaged .*UnpicklingError"):
-        checkpoint.read(tmp_path / "c")
+        read_checkpoint(tmp_path / "c")
     assert not (tmp_path / "executed").exists()
 
 

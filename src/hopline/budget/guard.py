@@ -223,7 +223,7 @@ class BudgetGuard:
                 remaining = torch.cat([group for group in todo if group is not None])
                 todo = deque[Tensor | None](self._groups(batch, remaining))
         if len(done) > 1:
-            self.ledger.note_split(len(done))
+            self.ledger.note(split=1, pieces=len(done))
         self.ledger.note_batch(predicted_bytes, max_bytes)
         return done
 
@@ -371,7 +371,7 @@ class BudgetGuard:
         return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
     def note_split(self, num_micro_batches: int) -> None:
-        self.ledger.note_split(num_micro_batches)
+        self.ledger.note(split=1, pieces=num_micro_batches)
 
     # ---- a step that cannot be made smaller
 
@@ -411,7 +411,7 @@ class BudgetGuard:
                 self._set_aside_bytes = 0
         peak_bytes = before.gradient_bytes + other_bytes + meter.peak_bytes
         if ran_out:
-            self.ledger.note_out_of_memory()
+            self.ledger.note(oom=1)
             self.target_bytes = SHRINK * min(this.predicted_bytes, self.target_bytes)
         if result is None:
             return None, peak_bytes
@@ -503,7 +503,7 @@ class BudgetGuard:
         # As for a micro-batch: the batch with fewer edges is a copy.
         bytes_of = self._bytes_of(batch, is_split=True)
         cut = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
-        self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges))
+        self.ledger.note(cut=1, edges_cut=sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges))
         return cut
 
     def _resample(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
@@ -517,7 +517,7 @@ class BudgetGuard:
             key = ops.derive_key(_key_of(batch), number)
             # The sampler behind `redraw` does not know the method's `scale_sums`.
             blocks = tuple(b.with_scale_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
-            self.ledger.note_resampled()
+            self.ledger.note(resampled=1)
             if bytes_of(Sizes.of_blocks(blocks)) <= self.target_bytes:
                 return with_rows(replace(batch, blocks=blocks, key=key), self.job.data.tables)
         return None

@@ -389,11 +389,7 @@ class Plan:
         return all(map(self._fits, PLACES))
 
     def check(self) -> Plan:
-        """This plan, if it keeps to its limits.
-
-        Raises:
-            DoesNotFit: It does not.
-        """
+        """This plan, if it keeps to its limits."""
         if self.fits:
             return self
         raise self.refusal(self.smallest_limits)

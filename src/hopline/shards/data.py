@@ -149,11 +149,7 @@ T = TypeVar("T", bound=Dataset)
 
 
 def copy_with(data: T, fields: dict[str, Any]) -> T:
-    """A copy of a dataset in shards with other labels, another task, other classes or another `meta`.
-
-    Raises:
-        ValueError: `fields` has tables or a graph, which are in the files of the shards.
-    """
+    """A copy of a dataset in shards with other labels, another task, other classes or another `meta`."""
     if "tables" in fields or "graph" in fields:
         raise refuse_change(data)
     copied = copy.copy(data)

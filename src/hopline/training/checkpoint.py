@@ -242,17 +242,11 @@ def read_together(path: Path, world: World) -> dict[str, Any] | None:
     return parse(received.numpy().tobytes(), path)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint file. Its checksum is compared first, and nothing in it is executed."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror or error}): check the path") from error
-    return parse(content, path)
-
-
 def parse(content: bytes, path: Path) -> dict[str, Any]:
-    """The state in the bytes of a checkpoint file. path: for messages."""
+    """The state in the bytes of a checkpoint file. Its checksum is compared first, and nothing in it is executed.
+
+    path: for messages.
+    """
     header, _, payload = content.partition(b"\n")
     words = header.split()
     if len(words) != 3 or words[0] != _MAGIC:

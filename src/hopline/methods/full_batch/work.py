@@ -40,11 +40,7 @@ from hopline.util.config import plural
 
 
 def bind(method: FullBatch, job: Job) -> Work:
-    """The work of a job, by the aggregation that the settings or the job ask for.
-
-    Raises:
-        ValueError: The model, the settings or the ranks do not allow an exact step.
-    """
+    """The work of a job, by the aggregation that the settings or the job ask for."""
     model = job.model
     if isinstance(model, Whole):
         raise ValueError(
@@ -64,11 +60,7 @@ def bind(method: FullBatch, job: Job) -> Work:
 def choose_aggregation(
     method: FullBatch, job: Job, model: GNN
 ) -> tuple[Literal["sweep", "sequential", "stored", "one_shot"], str]:
-    """(the aggregation of a job, why). "auto" is replaced by one that works.
-
-    Raises:
-        ValueError: The model or the ranks do not allow the aggregation that the settings ask for.
-    """
+    """(the aggregation of a job, why). "auto" is replaced by one that works."""
     mixing = check_model(method, model, job.data, job.world)
     has_ranks = job.world.size > 1 or isinstance(job.data, ShardedData)
     if method.aggregation == "auto":

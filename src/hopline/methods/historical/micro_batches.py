@@ -103,9 +103,6 @@ def runs_to_fit(
     """Split a block's destinations into few runs within `limit` bytes. Returns (runs, bytes of the largest run).
 
     ends: where its parts end, see `balanced_runs`. bytes_of: the predicted peak of a run, by its sizes.
-
-    Raises:
-        ValueError: A single node does not fit.
     """
     batch = batch_of_block(block)
     # A node's cost: its in-edges, and its own row.
@@ -170,12 +167,7 @@ def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
 
 
 def check_micro_batches(model: GNN) -> None:
-    """Refuse a model for which micro-batches would not give the gradients of the batch.
-
-    Raises:
-        ValueError: A module needs the whole batch, as a batch norm does. Or an encoder has dropout: a node that two
-            micro-batches encode would get two masks.
-    """
+    """Refuse a model for which micro-batches would not give the gradients of the batch."""
     check_split(model, instead=f"make parts_per_batch smaller {CHANGES_TRAINING}")
     for name, module in model.named_modules():
         has_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
@@ -389,9 +381,6 @@ class MicroBatches(BatchPlan):
 
     Owns the batch's rows and gradients between layers, for one step. Call `forward`, then `backward`, in the thread
     that trains.
-
-    Raises:
-        ValueError: The batch's own rows, or those and a single node, do not fit.
     """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch, guard: Guard) -> None:

@@ -209,9 +209,6 @@ def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, wo
     """The partition of a graph, made by the first rank and sent to all. Collective.
 
     how: the kind of partition, as in the settings.
-
-    Raises:
-        ValueError: On every rank, if the first cannot make it.
     """
     problem = ""
     part_of = torch.empty(data.num_nodes, dtype=torch.int32)
@@ -243,11 +240,7 @@ def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, wo
 
 
 def _labels(data: Dataset) -> Tensor:
-    """[num_nodes] on the host: the class of each node, as its part.
-
-    Raises:
-        ValueError: The dataset has no classes.
-    """
+    """[num_nodes] on the host: the class of each node, as its part."""
     y = data.y
     if y is None or y.dim() != 1 or y.is_floating_point():
         raise ValueError("partition=labels takes the classes for the parts, and there are none: choose another one")

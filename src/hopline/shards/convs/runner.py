@@ -272,11 +272,7 @@ def _probe_convs(graph: Graph, mode: FetchMode) -> ShardConvs:
 def _check_row_wise(
     trial: nn.Module, rule: Rule, graph: Graph, mode: FetchMode, x: Tensor, x0: Tensor | None = None
 ) -> None:
-    """Refuse a conv whose output at a node changes if there are three more nodes, without edges.
-
-    Raises:
-        MixesRows: It does.
-    """
+    """Refuse a conv whose output at a node changes if there are three more nodes, without edges."""
     longer_indptr = nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges)
     longer_graph = graph.with_arrays(longer_indptr, graph.indices, graph.edge)
     longer_x = torch.cat([x, 1 + x[:3]])
