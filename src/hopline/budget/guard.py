@@ -130,10 +130,7 @@ class BudgetGuard:
         return BudgetGuard(self.job, replace(self.budget, over_budget="split"), self.limit_bytes, forward_only=True)
 
     def take_record(self) -> dict[str, Any]:
-        """The ledger's record since the last call, at the end of an epoch.
-
-        The largest batch of the next epoch is measured again.
-        """
+        """The ledger's record of an epoch. The largest batch of the next one is measured again."""
         self._max_measured_bytes = 0.0
         return self.ledger.take()
 
@@ -438,8 +435,7 @@ class BudgetGuard:
     def overhead_bytes(self, is_split: bool = False) -> int:
         """Bytes in memory besides a step: earlier gradients, and a copy of the buffers.
 
-        is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the
-        others.
+        is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the others.
         """
         all_gradient_bytes, buffer_bytes = state_bytes(self.job.module)
         if is_split and not self.forward_only:
@@ -484,10 +480,7 @@ class BudgetGuard:
         self._predictor(sizes).observe(sizes, peak_bytes)
 
     def _predictor(self, sizes: Sizes) -> Predictor:
-        """The predictor, made at the first call. sizes: of a batch, for the number of blocks.
-
-        Any thread may call.
-        """
+        """The predictor, made at the first call for the number of blocks of `sizes`. Any thread may call."""
         with self._lock:
             if self.predictor is None:
                 costs = costs_of(self.job.model, self.job.data.tables.get("x"), len(sizes.edges))

@@ -141,10 +141,7 @@ def batch_of_block(block: Block) -> Batch:
 
 
 def edges_of_run(block: Block, run: slice) -> tuple[Block, Tensor]:
-    """(the in-edges of consecutive destinations of a block, whole_src_idx).
-
-    whole_src_idx: [num_src] int64, which source of the whole block each source is.
-    """
+    """(in-edges of consecutive destinations, [num_src] int64: which source of the whole block each source is)."""
     micro_batch = micro_batch_of(batch_of_block(block), torch.arange(run.start, run.stop))
     return micro_batch.blocks[0], micro_batch.input_idx
 
@@ -166,10 +163,7 @@ def _edges_to(
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """The bytes of a micro-batch itself, apart from its step, on the device where it runs.
-
-    They follow from the sizes of the micro-batch, so that they are known before it is built.
-    """
+    """The bytes of a micro-batch itself, apart from its step, where it runs: from its sizes, before it is built."""
 
     per_node: tuple[float, ...]
     """[num_blocks + 1]: bytes per node for ids, indptr, labels and copied rows, by the entries of
@@ -268,10 +262,7 @@ def seed_costs(batch: Batch, costs: Costs) -> Tensor:
 
 
 def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
-    """The sizes of the micro-batches of some groups, counted on the host without building them.
-
-    groups: each [n] int64, positions of seeds.
-    """
+    """The sizes of the micro-batches of groups of seeds [n] int64, counted on the host without building them."""
     num_nodes = Sizes.of(batch).nodes
     group_arrays = [group.cpu().numpy() for group in groups]
     counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, group_arrays).tolist()

@@ -106,10 +106,7 @@ class Budget:
         return cls(device=str(given))
 
     def bytes_on(self, device: torch.device) -> int | None:
-        """The bytes that the model and a step may take on a device. None: no limit.
-
-        On a CPU the limits of the device and of the host both hold, so the smaller one counts.
-        """
+        """The bytes that a step and the model may take on a device: the smaller limit on a CPU. None: no limit."""
         limits = [self.device] if device.type == "cuda" else [self.device, self.host]
         sizes = [parse_size(limit) for limit in limits if limit is not None]
         return min(sizes) if sizes else None
@@ -389,7 +386,7 @@ class Plan:
         return all(map(self._fits, PLACES))
 
     def check(self) -> Plan:
-        """This plan, if it keeps to its limits."""
+        """This plan. Raises DoesNotFit if it does not keep to its limits."""
         if self.fits:
             return self
         raise self.refusal(self.smallest_limits)

@@ -122,10 +122,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _sum(before: Tensor, new: Tensor) -> Tensor:
-    """The sum of two gradients, in the memory of one of them.
-
-    A sparse gradient can be added in place to a dense one, but not a dense one to a sparse one.
-    """
+    """The sum of two gradients, in place: a sparse one can be added to a dense one, not the other way round."""
     if before.is_sparse and not new.is_sparse:
         return new.add_(before)
     return before.add_(new)

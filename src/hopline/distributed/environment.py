@@ -54,10 +54,7 @@ ALONE = Task()
 
 
 def detect(environ: Mapping[str, str]) -> Task:
-    """The task that a launcher started as this process.
-
-    `ALONE` without a launcher, as in a Slurm allocation without srun.
-    """
+    """The task that a launcher started as this process. `ALONE` without one, as in a Slurm allocation without srun."""
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _read_torchrun(environ)
     is_slurm_step = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ

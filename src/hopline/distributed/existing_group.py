@@ -50,10 +50,7 @@ from hopline.util.host import allowed_cores, host_identity
 
 @dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """What a rank knows about itself before it knows the others.
-
-    All ranks read it from the store, as JSON.
-    """
+    """What a rank knows about itself before it knows the others. It travels as JSON."""
 
     host: str
     """Identity of its host. Equal on ranks that can share memory."""
@@ -198,10 +195,7 @@ def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) ->
 
 
 def _tell_all(store: dist.Store, what: str, rank: int, size: int, text: str) -> list[str]:
-    """Write a text into the store, and return the texts of all ranks, by rank. Waits until all are written.
-
-    what: Part of the keys. Every rank must call this with the same one.
-    """
+    """The texts of all ranks, by rank, once all have written theirs into the store. what: the same on all ranks."""
     store.set(f"{what}/{rank}", text)
     try:
         return [value.decode() for value in get_all(store, [f"{what}/{other}" for other in range(size)])]

@@ -201,10 +201,7 @@ class World:
         sum_over_ranks(parameters, self)
 
     def sum_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Replace every tensor by its sum over the ranks, in place.
-
-        All ranks must give the same types and shapes.
-        """
+        """Replace every tensor by its sum over the ranks, in place. All ranks must give the same types and shapes."""
         sum_tensors(tensors, self)
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -252,10 +249,7 @@ class World:
         return json.loads(data.decode())
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], src: int = 0) -> None:
-        """Write the values of rank `src` into the tensors of every rank.
-
-        All must have the same types and shapes.
-        """
+        """Write the values of rank `src` into the tensors of every rank, which have the same types and shapes."""
         if self.size == 1:
             return
         for bucket in split_by_bytes(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
@@ -405,10 +399,7 @@ class World:
 
 
 def bytes_of_rows(rows: Tensor) -> Tensor:
-    """[n, bytes per row] uint8 over the memory of contiguous rows [n, ...].
-
-    All-to-all then takes rows of any type.
-    """
+    """[n, bytes per row] uint8 over the memory of contiguous rows [n, ...], so that all-to-all takes any type."""
     # `None`: rows that are single numbers, [n], become [n, 1].
     return rows[:, None].flatten(1).view(torch.uint8)
 
@@ -588,18 +579,12 @@ def _read_seat(rank: int, value: bytes, spec: RankSpec) -> _Seat:
 
 
 def gpu_identity(device: str) -> str:
-    """The UUID of a GPU.
-
-    Its number differs between processes that see different GPUs. "" if torch has no UUID.
-    """
+    """The UUID of a GPU, whose number may differ between processes. "" if torch has none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def check_own_gpus(gpus: Sequence[str], advice: str) -> None:
-    """Refuse two ranks with the same GPU, with which NCCL would hang or fail.
-
-    gpus: `gpu_identity` of every rank, by rank. "" is compared with no other.
-    """
+    """Refuse two ranks with the same GPU, which NCCL cannot share. gpus: `gpu_identity` by rank; "" equals none."""
     first_with_gpu: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         first_rank = first_with_gpu.setdefault(gpu, rank)
@@ -622,7 +607,7 @@ def _backend_environment(spec: RankSpec) -> dict[str, str]:
 def interface_towards(address: str, *, several_hosts: bool) -> str | None:
     """Name of the network interface by which this host reaches an address. None if it cannot be found out.
 
-    several_hosts: Whether ranks are on several hosts. A loopback interface is then no answer.
+    several_hosts: a loopback interface is then no answer.
     """
     try:
         # 9 is any port: only the address decides the route.
@@ -683,9 +668,6 @@ def sentence(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error of torch, without the source location before it.
-
-    At most 160 characters.
-    """
+    """At most 160 characters of the first line of an error of torch, without the source location before it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition("] ")[2].rstrip(". ")[:160] or type(error).__name__

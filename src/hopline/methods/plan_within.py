@@ -149,10 +149,7 @@ def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def _raise_limits(budget: Budget, limits: Mapping[Place, int], outline: RunOutline) -> Budget:
-    """The budget with these limits in place of its own.
-
-    On a CPU the limit of the host is that of the device too.
-    """
+    """The budget with these limits in place of its own. On a CPU the host's limit is that of the device too."""
     settings = {place: str(limit) for place, limit in limits.items()}
     if "host" in settings and outline.compute_place == "host":
         settings["device"] = settings["host"]
@@ -168,10 +165,7 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
-    """The library's other methods with their default settings; some a second time, with tables in files.
-
-    method: the method to leave out.
-    """
+    """The library's methods but `method`, with their default settings; some a second time, with tables in files."""
     methods: list[Method] = [Sampled()]
     if isinstance(outline.model, GNN):
         methods += [Historical(), FullBatch(), Historical(folder=FOLDER), FullBatch(folder=FOLDER)]

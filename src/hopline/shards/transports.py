@@ -209,11 +209,7 @@ class LocalTransport(Transport):
         return list(halo_masks)
 
     def count_read(self, k: int, kind: str, part: Sequence[Tensor]) -> None:
-        """Count the rows of part k that its edges read.
-
-        All rows of a tensor have equally many bytes, so the first `num_read(k)` rows stand for those that are
-        read.
-        """
+        """Count the rows of part k that its edges read. All rows have equally many bytes: the first stand for them."""
         self.count(kind, [t[: self.layout.num_read(k)] for t in part])
 
     def _count_all(self, rows: Tensor, kind: str) -> None:

@@ -443,8 +443,7 @@ class _ShardWriter:
 def _positions(partition: Partition) -> Tensor:
     """[num_nodes] int32 or int64: each node's position.
 
-    `partition.position` has the same values, but is a cached property. It would stay in memory as long as the
-    partition does, and so would `partition.order`, from which it is computed.
+    `partition.position` has the same values, but would stay in memory as long as the partition does.
     """
     _, order = ops.group_by_key(partition.part_of, partition.num_parts)
     position = torch.empty(order.numel(), dtype=index_dtype(order.numel()))

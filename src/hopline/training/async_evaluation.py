@@ -60,10 +60,7 @@ class _Cancelled(Exception):
 
 
 class EvaluationError(RuntimeError):
-    """Raised in the training thread if an asynchronous evaluation failed.
-
-    Its cause is the original error.
-    """
+    """Raised in the training thread if an asynchronous evaluation failed. Its cause is the original error."""
 
 
 class _Request(NamedTuple):
@@ -116,10 +113,7 @@ class EvaluationThread:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `submit` may be called.
-
-        If not, `prepare` must be called first, when no evaluation is pending.
-        """
+        """Whether `submit` may be called. If not, `prepare` must come first, when no evaluation is pending."""
         return self._captured_inference is None or not self._captured_inference.is_due
 
     @property

@@ -62,12 +62,7 @@ class KeepWeights(Callback):
             self._save("last.pt", trainer.model.state_dict())
 
     def restore(self, trainer: Trainer, last_epoch: int) -> int:
-        """Load the best weights into the model. Returns their epoch.
-
-        Without validation the weights that the model has are the best, and become best.pt.
-
-        last_epoch: the epoch of the weights that the model has.
-        """
+        """Load the best weights into the model, and return their epoch. Without validation they are the last ones."""
         if self.best is None:
             self._save("best.pt", trainer.model.state_dict())
             return last_epoch

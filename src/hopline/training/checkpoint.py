@@ -114,10 +114,7 @@ def _rank_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
-    """On the first rank: the states of all ranks, by rank.
-
-    An empty list on other ranks, and if all are empty.
-    """
+    """On the first rank: the states of all ranks, by rank. An empty list on other ranks, and if all are empty."""
     world = trainer.world
     # The usual sum, `Gradients` itself, has no state on any rank. Then no collective call is needed.
     if type(trainer.gradients) is Gradients or not world.any(bool(state)):
@@ -190,11 +187,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _rank_loss_sum(sums: Tensor, world: World) -> float:
-    """This rank's part of the loss sum of the epoch so far.
-
-    sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
-    changed, the first rank gets all of it.
-    """
+    """This rank's part of the loss sum of the epoch. sums: by rank; with another number of ranks the first gets all."""
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
     return float(sums.sum()) if world.rank == 0 else 0.0
@@ -333,10 +326,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint of another run, and name the first fact that differs.
-
-    stored, ours: what `identity` returned for the checkpoint and for this run.
-    """
+    """Refuse a checkpoint of another run, and name the first fact that differs. stored, ours: of `identity`."""
     for key, value in ours.items():
         if key == "code":  # compared last: differences of settings are easier to read
             continue
@@ -457,10 +447,7 @@ class Checkpoints:
             self.signals.__exit__(kind, error, where)
 
     def find(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The checkpoint to resume from. None if there is none, or if resume=true is not set.
-
-        A checkpoint of another run raises a ValueError.
-        """
+        """The checkpoint to resume from. None without one, or without resume=true. One of another run is refused."""
         if not self.settings.resume:
             return None
         state = None if self.path is None else read_together(self.path, self.world)
@@ -519,10 +506,7 @@ class Checkpoints:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them.
-
-        0: one after every step.
-        """
+        """Seconds between checkpoints: as set, or more if writing one takes too long. 0: one after every step."""
         requested_s = self.settings.checkpoint_s
         if requested_s == 0:
             return 0.0

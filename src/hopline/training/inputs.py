@@ -182,10 +182,7 @@ def check_gradients(gradients: Gradients | CombineGradients | None, method: Meth
 
 
 def _takes_two_arguments(function: CombineGradients) -> bool:
-    """Whether a function can be called with two arguments.
-
-    True if its signature is unknown, as of some built-ins.
-    """
+    """Whether a function can be called with two arguments. True if its signature is unknown, as of some built-ins."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -198,10 +195,7 @@ def _takes_two_arguments(function: CombineGradients) -> bool:
 def check_optimizer(
     optimizer: str | torch.optim.Optimizer | MakeOptimizer, settings: Mapping[str, Any]
 ) -> OwnOptimizer | None:
-    """The user's optimizer. None for a name, which is one of the settings.
-
-    settings: those that the user gave.
-    """
+    """The user's optimizer. None for a name, which is one of the settings. settings: those that the user gave."""
     torch_classes = {name.lower(): name for name in torch.optim.__all__}
     if isinstance(optimizer, str):
         if optimizer.lower() in torch_classes and optimizer not in ("adam", "adamw", "sgd"):

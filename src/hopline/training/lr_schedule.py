@@ -69,10 +69,7 @@ class Scheduler:
         return {"epoch": self.epoch, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state.
-
-        If the run now has another number of epochs, its rates are those of a run of that number.
-        """
+        """Resume from a state. With another number of epochs, rates are those of a run of that number."""
         self.epoch = state["epoch"]
         # Loading a state overwrites `T_max`, the length of the cosine, so the new one is read before.
         cosine = self._by_epoch if isinstance(self._by_epoch, CosineAnnealingLR) else None

@@ -198,17 +198,11 @@ class Update:
                 )
 
     def _trained_parameters(self) -> list[Tensor]:
-        """The parameters that the optimizer steps now.
-
-        Asked each time, since a callback may have added some.
-        """
+        """The parameters that the optimizer steps. Asked each time, since a callback may have added some."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def clear(self) -> None:
-        """Drop the gradients of all parameters of the model.
-
-        Backward fills all of them, the optimizer may step only some: `optimizer.zero_grad` is not enough.
-        """
+        """Drop the gradients of all parameters of the model, of which the optimizer may step only some."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -439,10 +439,7 @@ class MicroBatches(BatchPlan):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether gradients after all layers stay in memory until the step ends.
-
-        Jumping knowledge adds to all of them in the last layer; compensation writes them into tables.
-        """
+        """Whether gradients after all layers stay until the step ends: for jumping knowledge, and for compensation."""
         return self.work.model.keeps_jk or self.compensates
 
     def _find_runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:

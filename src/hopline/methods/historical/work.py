@@ -259,10 +259,7 @@ class HistoricalWork(Work):
         self.job.world.broadcast_tensors(self.job.module.buffers())
 
     def flush(self, max_waiting: int) -> None:
-        """Write the oldest commits until at most `max_waiting` wait.
-
-        Collective where it writes: ranks have queued equally many commits, so all write or none does.
-        """
+        """Write the oldest commits until at most `max_waiting` wait. Collective: all ranks have queued equally many."""
         if len(self.waiting) <= max_waiting:
             return
         histories = self.partitioned.histories

@@ -206,10 +206,7 @@ class PartitionedGraph:
 
 
 def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, world: World) -> Partition:
-    """The partition of a graph, made by the first rank and sent to all. Collective.
-
-    how: the kind of partition, as in the settings.
-    """
+    """The partition of a graph, made by the first rank and sent to all. Collective. how: as in the settings."""
     problem = ""
     part_of = torch.empty(data.num_nodes, dtype=torch.int32)
     try:

@@ -158,10 +158,7 @@ class ConvEdges:
         return replace(self, parts=tuple(parts), degrees=degrees, origins=torch.cat(origins))
 
     def rows_with_loops(self, edge_rows: Tensor, loop_rows: Tensor) -> Tensor:
-        """[num_edges, ...]: rows of the layout's edges and of new self-loops, in the order of these edges.
-
-        edge_rows: [layout.num_edges, ...]. loop_rows: [num_own, ...].
-        """
+        """[num_edges, ...]: rows of the layout's edges and of new self-loops, [num_own, ...], in the order of edges."""
         assert self.origins is not None
         return torch.cat([edge_rows, loop_rows]).index_select(0, self.origins)
 
@@ -242,10 +239,7 @@ class ConvEdges:
 
 @contextmanager
 def outside_inference_mode() -> Generator[None]:
-    """Leave inference mode while the context lasts, without recording gradients.
-
-    For tensors that are cached: one made in inference mode cannot be used in training later.
-    """
+    """Leave inference mode, without recording gradients, for tensors that are cached: training may use them later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

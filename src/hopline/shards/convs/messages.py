@@ -280,7 +280,6 @@ def finish(
 
 
 def unsqueeze_like(per_node: Tensor, rows: Tensor) -> Tensor:
-    """A view with dimensions of size 1 at the end, so that it has as many dimensions as `rows`."""
     return per_node.reshape(per_node.shape + (1,) * (rows.dim() - per_node.dim()))
 
 
