@@ -271,8 +271,6 @@ def test_a_world_of_another_type_is_refused():
 
 
 def test_a_device_that_is_not_the_worlds_is_refused():
-    from tests.support.runs import sage, small
-
     data = small()
     with pytest.raises(ValueError, match=r"device='cuda' .*world= .*cpu: .*hl\.World\.current\("):
         hl.Trainer(sage(data), data, world=hl.World.current(), device="cuda")

@@ -181,6 +181,12 @@ def overrides(**settings: object) -> Iterable[str]:
     return [f"{key.replace('__', '.')}={value}" for key, value in (quick | settings).items()]
 
 
+def in_float64(data: hl.Dataset) -> hl.Dataset:
+    """The dataset with its features in float64, in memory."""
+    rows = data.x.read(torch.arange(len(data.x))).double()
+    return dataclasses.replace(data, tables={"x": hl.extend.TensorTable(rows)})
+
+
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """The state in a checkpoint file."""
     return checkpoint.parse(path.read_bytes(), path)
