@@ -21,7 +21,7 @@ import torch
 from torch_geometric.nn import GCNConv
 
 import hopline as hl
-from hopline.training.report_callbacks import HistoryState, WatchHistory
+from hopline.training.report_callbacks import WatchHistory
 
 WHOLE: dict[str, Any] = {"num_parts": 1, "parts_per_batch": 1, "partition": "range"}
 """One part is the full batch: it has no neighbours outside."""
@@ -53,7 +53,7 @@ ROWS = {
 }
 
 
-def fit(row: Row, folder: Path, seed: int) -> tuple[float, float, HistoryState | None]:
+def fit(row: Row, folder: Path, seed: int) -> tuple[float, float, dict[str, Any]]:
     data = hl.from_npz(folder / "amazon_photo.npz")
     torch.manual_seed(seed)
     model = hl.nn.GNN([GCNConv(data.num_features, 64), GCNConv(64, data.num_classes)], dropout=0.5)
@@ -62,7 +62,7 @@ def fit(row: Row, folder: Path, seed: int) -> tuple[float, float, HistoryState |
     train: dict[str, Any] = {"epochs": 60, "lr": 0.03, "evaluate_every": 3, "seed": seed, "show": False} | row.train
     watch = WatchHistory()
     run = hl.Trainer(model, data, method, callbacks=[watch], **train).fit()
-    return 100 * run.test, run.history[-1].loss, watch.history_state
+    return 100 * run.test, run.history[-1].loss, watch.staleness
 
 
 def main() -> None:
@@ -80,9 +80,9 @@ def main() -> None:
         found = [fit(row, args.data, seed) for seed in range(args.seeds)]
         accuracies, losses, states = zip(*found, strict=True)
         spread = statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0
-        known = [state for state in states if state is not None]
-        drift = " to ".join(f"{ends(state.drift for state in known):.2f}" for ends in (min, max)) if known else ""
-        age = f"{statistics.fmean(state.age for state in known):.1f}" if known else ""
+        known = [state for state in states if state]
+        drift = " to ".join(f"{ends(state['drift'] for state in known):.2f}" for ends in (min, max)) if known else ""
+        age = f"{statistics.fmean(state['age'] for state in known):.1f}" if known else ""
         each = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
         print(
             f"| {name} | {statistics.fmean(accuracies):.1f} ± {spread:.1f} | {each} | {statistics.fmean(losses):.2f} | "

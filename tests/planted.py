@@ -575,17 +575,17 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         name="snapshot of the weights is not a copy",
         area="evaluation beside training",
-        file="src/hopline/training/async_evaluation.py",
-        old="torch._foreach_copy_(buffers, [state[name] for name in names])",
-        new="self.weights = {name: state[name] for name in self.weights}",
+        file="src/hopline/training/validation.py",
+        old="value.detach().to(device, copy=True) if",
+        new="value.detach().to(device) if",
         tests=("tests/training/test_evaluation.py",),
     ),
     Fault(
         name="asynchronous evaluation does not see the attributes of its epoch",
         area="evaluation beside training",
         file="src/hopline/training/async_evaluation.py",
-        old="set_attributes(self._job.module, buffer.attributes)",
-        new="buffer.attributes",
+        old="set_attributes(self._job.module, snapshot.attributes)",
+        new="snapshot.attributes",
         tests=("tests/training/test_changing_models.py",),
     ),
     Fault(

@@ -96,14 +96,8 @@ def micro_f1(scores: Tensor, y: Tensor) -> float:
         >>> hl.metrics.micro_f1(torch.tensor([[1.0, -1.0], [1.0, 1.0]]), torch.tensor([[1, 0], [1, 1]]))
         1.0
     """
-    _check("micro_f1", scores, y)
-    if scores.shape != y.shape or scores.dim() != 2:
-        raise _shape_error("micro_f1", scores, y, "scores [n, C] and y [n, C]")
-    is_predicted = scores > 0
-    is_present = _is_positive("micro_f1", y)
-    num_hits = (is_predicted & is_present).sum().item()
-    total = (is_predicted.sum() + is_present.sum()).item()
-    return 2 * num_hits / total if total else 0.0
+    num_hits, total = _hits_of_labels("micro_f1", scores, y)
+    return 2 * num_hits.sum().item() / total.sum().item() if total.any() else 0.0
 
 
 def roc_auc(scores: Tensor, y: Tensor) -> float:
@@ -123,13 +117,9 @@ def roc_auc(scores: Tensor, y: Tensor) -> float:
         >>> hl.metrics.roc_auc(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
         0.75
     """
-    _check("roc_auc", scores, y)
     if y.dim() == 2:
-        _check_same_shape("roc_auc", scores, y)
-        is_present = _is_positive("roc_auc", y)
-        return _mean_over_labels("roc_auc", roc_auc, scores, y, is_present.any(0) & ~is_present.all(0))
-    scores = _binary_scores("roc_auc", scores, y)
-    is_positive = _is_positive("roc_auc", y)
+        return _mean_over_labels("roc_auc", roc_auc, scores, y, lambda column: 0 < column.sum() < len(y))
+    scores, is_positive = _binary("roc_auc", scores, y)
     num_positive = int(is_positive.sum())
     num_negative = len(y) - num_positive
     if not num_positive or not num_negative:
@@ -169,14 +159,9 @@ def mrr(scores: Tensor) -> float:
 
 
 def balanced_accuracy(scores: Tensor, y: Tensor) -> float:
-    """Return the mean over classes of the share of their rows that is predicted correctly.
+    """Return the mean over the classes that rows have of the share of their rows that is predicted correctly.
 
-    Args:
-        scores: [n, C] scores, or [n] class ids.
-        y: [n] int64 class ids. Classes without rows do not count.
-
-    Raises:
-        ValueError: There are no rows, a score is NaN, or the shapes do not fit.
+    Arguments and errors are those of `accuracy`.
 
     Example:
         >>> hl.metrics.balanced_accuracy(torch.tensor([0, 0, 0, 1]), torch.tensor([0, 0, 1, 1]))
@@ -206,13 +191,8 @@ def macro_f1(scores: Tensor, y: Tensor) -> float:
         0.6666666666666666
     """
     if y.dim() == 2:
-        _check("macro_f1", scores, y)
-        _check_same_shape("macro_f1", scores, y)
-        is_predicted = scores > 0
-        is_present = _is_positive("macro_f1", y)
-        num_hits = (is_predicted & is_present).sum(0).double()
-        total = (is_predicted.sum(0) + is_present.sum(0)).double()
-        return (2 * num_hits / total.clamp(min=1)).mean().item()
+        num_hits, total = _hits_of_labels("macro_f1", scores, y)
+        return (2 * num_hits.double() / total.double().clamp(min=1)).mean().item()
     predicted = _predicted_classes("macro_f1", scores, y)
     num_classes = int(torch.maximum(predicted, y).max()) + 1
     num_hits = torch.bincount(y[predicted == y], minlength=num_classes).double()
@@ -224,26 +204,16 @@ def macro_f1(scores: Tensor, y: Tensor) -> float:
 def average_precision(scores: Tensor, y: Tensor) -> float:
     """Return the area under the steps of precision over recall, as scikit-learn computes it.
 
-    With several labels per row it is the mean over the labels that some rows have.
-
-    Args:
-        scores: [n] scores, [n, 2] scores of the negative and the positive class, or [n, C] for C labels.
-        y: [n] or [n, C] of zeros and ones.
-
-    Raises:
-        ValueError: There are no rows, a score is NaN, the shapes do not fit, or `y` has other values or no 1.
+    With several labels per row it is the mean over the labels that some rows have. Arguments and errors are those of
+    `roc_auc`.
 
     Example:
         >>> hl.metrics.average_precision(torch.tensor([0.1, 0.4, 0.35, 0.8]), torch.tensor([0, 0, 1, 1]))
         0.8333333333333333
     """
-    _check("average_precision", scores, y)
     if y.dim() == 2:
-        _check_same_shape("average_precision", scores, y)
-        is_present = _is_positive("average_precision", y)
-        return _mean_over_labels("average_precision", average_precision, scores, y, is_present.any(0))
-    scores = _binary_scores("average_precision", scores, y)
-    is_positive = _is_positive("average_precision", y)
+        return _mean_over_labels("average_precision", average_precision, scores, y, lambda column: column.any())
+    scores, is_positive = _binary("average_precision", scores, y)
     num_positive = int(is_positive.sum())
     if not num_positive:
         raise ValueError("average_precision needs rows of the class 1, and y holds none: evaluate on more rows.")
@@ -261,9 +231,6 @@ def log_loss(scores: Tensor, y: Tensor) -> float:
     Args:
         scores: [n, C] logits of the classes, or of C labels.
         y: [n] int64 class ids, or [n, C] of zeros and ones for several labels.
-
-    Raises:
-        ValueError: There are no rows, a score is NaN, or the shapes do not fit.
 
     Example:
         >>> round(hl.metrics.log_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([1])), 4)
@@ -414,27 +381,44 @@ def _predicted_classes(name: str, scores: Tensor, y: Tensor) -> Tensor:
     return predicted
 
 
-def _binary_scores(name: str, scores: Tensor, y: Tensor) -> Tensor:
-    """[n]: the score of the positive class. scores: [n], or [n, 2]."""
+def _hits_of_labels(name: str, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """([C], [C]) int64, by label: rows that have it and are predicted to, and rows of either kind together."""
+    _check(name, scores, y)
+    _check_same_shape(name, scores, y)
+    is_predicted = scores > 0
+    is_present = _is_positive(name, y)
+    return (is_predicted & is_present).sum(0), is_predicted.sum(0) + is_present.sum(0)
+
+
+def _binary(name: str, scores: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """([n], [n] bool): the score of the positive class, and whether it is the row's. scores: [n], or [n, 2]."""
+    _check(name, scores, y)
     if scores.dim() == 2 and scores.shape[1] == 2:
         scores = scores[:, 1].double() - scores[:, 0].double()
     if scores.shape != y.shape or scores.dim() != 1:
         raise _shape_error(name, scores, y, "scores [n] or [n, 2], and y [n]")
-    return scores
+    return scores, _is_positive(name, y)
 
 
 def _mean_over_labels(
-    name: str, metric: Callable[[Tensor, Tensor], float], scores: Tensor, y: Tensor, is_defined: Tensor
+    name: str,
+    metric: Callable[[Tensor, Tensor], float],
+    scores: Tensor,
+    y: Tensor,
+    is_defined: Callable[[Tensor], Tensor | bool],
 ) -> float:
-    """The mean of a metric over some labels. scores, y: [n, C]. is_defined: [C] bool, the labels."""
-    if not is_defined.any():
+    """The mean of a metric over some labels. scores, y: [n, C]. is_defined: whether for a label's [n] bool."""
+    _check(name, scores, y)
+    _check_same_shape(name, scores, y)
+    is_present = _is_positive(name, y)
+    columns = [i for i in range(y.size(1)) if is_defined(is_present[:, i])]
+    if not columns:
         raise ValueError(f"{name} needs a label that some rows have and others have not: evaluate on more rows.")
-    columns = is_defined.nonzero().view(-1).tolist()
     return sum(metric(scores[:, i], y[:, i]) for i in columns) / len(columns)
 
 
 def _check_same_shape(name: str, scores: Tensor, y: Tensor) -> None:
-    if scores.shape != y.shape:
+    if scores.shape != y.shape or y.dim() != 2:
         raise _shape_error(name, scores, y, "scores [n, C] and y [n, C]")
 
 

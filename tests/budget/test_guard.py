@@ -341,30 +341,6 @@ def test_the_threads_that_prefetch_batches_also_split_them():
     assert 0 < guard.ledger.peak_bytes <= guard.ledger.promised_bytes <= guard.limit_bytes
 
 
-def test_the_record_of_an_epoch_is_handed_out_once():
-    model = model_of()
-    batch = first_batch(model)
-    predictor, peak = learn_by_steps(model, batch)
-    guard = guard_of(model, int(0.7 * peak), predictor=predictor)
-    for step_batch in (batch, batch, micro_batches.micro_batch_of(batch, torch.arange(9)).batch()):
-        guard.unit(step_batch).forward_backward(300)
-        model.zero_grad(set_to_none=True)
-    record = guard.take_record()
-    assert record["over"] == record["oom"] == record["cut"] == record["resampled"] == 0
-    assert record["split"] == 2
-    assert record["pieces"] >= 4
-
-    before = record["before"]
-    after = record["after"]
-    assert len(before) == len(after) == 3
-    assert before[0] > record["limit_bytes"] > before[2]
-    assert max(after) == record["peak_bytes"] <= record["promised_bytes"] <= record["limit_bytes"]
-
-    next_record = guard.take_record()
-    assert next_record["before"] == next_record["after"] == []
-    assert next_record["pieces"] == next_record["peak_bytes"] == 0
-
-
 def test_prefetching_splits_batches_but_never_changes_them():
     model = model_of()
     batch = first_batch(model)

@@ -14,7 +14,7 @@ import torch
 
 from hopline.device import streams
 from hopline.device.cuda_graph import CapturedCall, CaptureDeclined
-from tests.support.fake_cuda import FakeCuda, Stream
+from tests.support.fake_cuda import FakeCuda, Stream, capture_lock_elsewhere
 
 GPU = torch.device("cuda", 0)
 
@@ -133,30 +133,9 @@ def test_an_interruption_is_no_failure_of_the_capture(fake_cuda: FakeCuda):
     assert is_lock_free()
 
 
-@contextmanager
-def evaluation_elsewhere() -> Iterator[threading.Event]:
-    """Another thread holds the capture lock until the event is set."""
-    begun = threading.Event()
-    ended = threading.Event()
-
-    def evaluate() -> None:
-        with streams.capture_lock:
-            begun.set()
-            ended.wait()
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    begun.wait()
-    try:
-        yield ended
-    finally:
-        ended.set()
-        thread.join()
-
-
 def test_an_optional_capture_does_not_wait_for_the_lock(fake_cuda: FakeCuda):
     captured = captured_of()
-    with evaluation_elsewhere():
+    with capture_lock_elsewhere():
         assert not captured.capture(nullcontext(lambda: None), wait=False)
     assert fake_cuda.log == []
     assert captured.is_due, "nothing was tried"
@@ -166,7 +145,7 @@ def test_an_optional_capture_does_not_wait_for_the_lock(fake_cuda: FakeCuda):
 def test_a_required_capture_waits_for_the_lock(fake_cuda: FakeCuda):
     captured = captured_of()
     log = fake_cuda.log
-    with evaluation_elsewhere() as ended:
+    with capture_lock_elsewhere() as ended:
         timer = threading.Timer(0.05, lambda: (log.append("evaluated"), ended.set()))
         timer.start()
         assert captured.capture(nullcontext(lambda: None))

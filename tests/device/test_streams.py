@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hopline.device import streams
 from hopline.methods.sampled import captured_step
 from hopline.methods.sampled.captured_step import CapturedUnit, CapturedWork, EagerUnit
 from hopline.training.async_evaluation import EvaluationThread
+from tests.support.fake_cuda import capture_lock_elsewhere
 from tests.support.runs import losses, sage, small
 
 
@@ -46,26 +48,10 @@ def test_which_steps_are_captured_depends_on_the_epoch_and_not_on_the_lock(
     trainer = hl.Trainer(model, data, hl.Sampled(fanouts=(4, 3), batch_size=60, layout="tree"), show=False)
     loader = trainer.work.loader  # type: ignore[attr-defined]
     work = CapturedWork(trainer.job, loader)
-    locked = threading.Event()
-    ended = threading.Event()
-
-    def evaluate() -> None:
-        with streams.capture_lock:
-            locked.set()
-            ended.wait()
-
-    evaluation = threading.Thread(target=evaluate)
-    if evaluation_holds_lock:
-        evaluation.start()
-        locked.wait()
     monkeypatch.setattr(captured_step, "capture", lambda *args: args)  # it would wait for its turn
-    try:
+    with capture_lock_elsewhere() if evaluation_holds_lock else nullcontext():
         first, second = ([type(unit) for unit in work.units(epoch)] for epoch in (1, 2))
         resumed = [type(unit) for unit in CapturedWork(trainer.job, loader).units(2, 1, 60)]
-    finally:
-        ended.set()
-        if evaluation_holds_lock:
-            evaluation.join()
     assert first == [CapturedUnit, CapturedUnit, EagerUnit]
     assert second == [CapturedUnit] * 3
     assert resumed == second[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch.distributed as dist
 
 import hopline as hl
 from hopline.distributed.existing_group import (
-    GroupResources,
     Introduction,
+    _start_heartbeat,
     backend_for,
     find_gpu,
     spec_of,
@@ -22,6 +23,7 @@ from hopline.distributed.existing_group import (
 from hopline.distributed.heartbeat import NoHeartbeat
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.membership import Membership
 from hopline.distributed.world import RankSpec, World, share_of_cores
 from hopline.util.errors import PeerError
 from tests.methods.full_batch import ranks as full_batch
@@ -180,12 +182,12 @@ def test_a_group_whose_store_cannot_be_cloned_has_no_heartbeat():
 
     store: Any = NoClone()
     group: Any = object()
-    resources = GroupResources(group, store, 0, 2)
-    resources.groups.clear()
-    assert isinstance(resources.running_heartbeat(), NoHeartbeat)
-    resources.close("error X: y")
+    membership = Membership(partial(_start_heartbeat, store, 0, 2), group)
+    membership.groups.clear()
+    assert isinstance(membership.running_heartbeat(), NoHeartbeat)
+    membership.close("X: y")
     with pytest.raises(PeerError, match=r"\(X: y\).*make a new Trainer"):
-        resources.running_heartbeat()
+        membership.running_heartbeat()
 
 
 def test_a_group_of_one_rank_is_this_process_alone(tmp_path: Path):
@@ -269,8 +271,6 @@ def test_a_world_of_another_type_is_refused():
 
 
 def test_a_device_that_is_not_the_worlds_is_refused():
-    from tests.support.runs import sage, small
-
     data = small()
     with pytest.raises(ValueError, match=r"device='cuda' .*world= .*cpu: .*hl\.World\.current\("):
         hl.Trainer(sage(data), data, world=hl.World.current(), device="cuda")

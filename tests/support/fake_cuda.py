@@ -114,3 +114,24 @@ class FakeCuda:
             yield
         finally:
             self.log.append(f"end of capture {graph.number}")
+
+
+@contextmanager
+def capture_lock_elsewhere() -> Iterator[threading.Event]:
+    """A context in which another thread holds the capture lock, as an evaluation does, until the event is set."""
+    begun = threading.Event()
+    ended = threading.Event()
+
+    def evaluate() -> None:
+        with streams.capture_lock:
+            begun.set()
+            ended.wait()
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    begun.wait()
+    try:
+        yield ended
+    finally:
+        ended.set()
+        thread.join()

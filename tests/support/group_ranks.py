@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,8 @@ def come_alone(folder: Path) -> dict[str, Any]:
 def die(folder: Path) -> dict[str, Any]:
     """A rank is killed in a group whose store cannot serve a second connection."""
     world = hl.World.current()
-    world._resources._store = NoClone()  # type: ignore[attr-defined]
+    start = partial(existing_group._start_heartbeat, NoClone(), world.rank, world.size)  # type: ignore[arg-type]
+    world._membership._start_heartbeat = start  # type: ignore[union-attr]
     world.barrier()
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

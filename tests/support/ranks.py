@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import RankSpec, World
 from hopline.training.callbacks import Callback, StepEnd
-from tests.support.runs import small
+from tests.support.runs import in_float64, small
 
 BATCH = 12
 """Seeds of a step over all ranks: divisible by 1, 2 and 3. 150 training nodes make 12 steps and a half."""
@@ -57,10 +56,7 @@ def train(world: World | None, kind: str, out: str | None = None, **changes: Any
     world: None leaves it to the Trainer to find the ranks of torch.distributed.
     """
     rank, size = rank_and_size(world)
-    data = small(num_train=changes.pop("num_train", 150))
-    data = dataclasses.replace(
-        data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(len(data.x))).double())}
-    )
+    data = in_float64(small(num_train=changes.pop("num_train", 150)))
     torch.manual_seed(3 + rank)  # other weights on every rank: the Trainer takes those of the first
     convs = {"sage": SAGEConv, "gcn": GCNConv, "gat": GATConv}[kind]
     model = hl.nn.GNN([convs(8, 8), convs(8, 4)], dropout=0.4).double()

@@ -26,6 +26,7 @@ from hopline.cli import main
 from hopline.data.synthetic import planted_partition
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import RunConfig
+from hopline.training import checkpoint
 
 
 def small(**changes: Any) -> hl.Dataset:
@@ -178,3 +179,14 @@ def overrides(**settings: object) -> Iterable[str]:
     quick: dict[str, object] = {"epochs": 1, "model.layers": 2, "model.hidden": 8}
     quick |= {"method.fanouts": "4,3", "method.batch_size": 50, "method.workers": 1}
     return [f"{key.replace('__', '.')}={value}" for key, value in (quick | settings).items()]
+
+
+def in_float64(data: hl.Dataset) -> hl.Dataset:
+    """The dataset with its features in float64, in memory."""
+    rows = data.x.read(torch.arange(len(data.x))).double()
+    return dataclasses.replace(data, tables={"x": hl.extend.TensorTable(rows)})
+
+
+def read_checkpoint(path: Path) -> dict[str, Any]:
+    """The state in a checkpoint file."""
+    return checkpoint.parse(path.read_bytes(), path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import hopline as hl
 from hopline.distributed.world import RankSpec, World
 from hopline.units.job import make_job
 from tests.support.ranks import KillRank
-from tests.support.runs import small
+from tests.support.runs import in_float64, small
 from tests.training.own_ranks import METHODS
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
@@ -50,12 +49,6 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
-def data_in_float64() -> hl.Dataset:
-    data = small()
-    rows = data.x.read(torch.arange(len(data.x))).double()
-    return dataclasses.replace(data, tables={"x": hl.extend.TensorTable(rows)})
-
-
 def new_model() -> hl.nn.GNN:
     torch.manual_seed(3)
     return hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 4)]).double()
@@ -85,7 +78,7 @@ def train(world: World, way: str, method: str, changes: dict[str, Any]) -> dict[
     weights = WeightsByEpoch()
     callbacks = [weights, *([] if kill is None else [KillRank(*kill)])]
     trainer = hl.Trainer(
-        model, data_in_float64(), METHODS[method], gradients=WAYS[way](), world=world, callbacks=callbacks, **settings
+        model, in_float64(small()), METHODS[method], gradients=WAYS[way](), world=world, callbacks=callbacks, **settings
     )
     run = trainer.fit()
     return {
@@ -108,7 +101,7 @@ def plain(
     before: Combine, after: Combine, after_epoch: Combine, method: str = "share", clip_norm: float | None = None
 ) -> dict[str, Any]:
     """Two models, each trained on its rank's units by torch's SGD. The functions stand for exchanges of ranks."""
-    data = data_in_float64()
+    data = in_float64(small())
     models = [new_model(), new_model()]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     works = [

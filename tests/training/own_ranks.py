@@ -15,7 +15,7 @@ import hopline as hl
 from hopline.core.seed_order import share_of
 from hopline.distributed.world import World
 from tests.support.ranks import KillRank
-from tests.support.runs import small
+from tests.support.runs import in_float64, small
 
 STEPS = 6
 SEEDS = 14
@@ -134,10 +134,7 @@ METHODS: dict[str, hl.extend.Method] = {
 
 def train(world: World, name: str, out: str | None = None, **changes: Any) -> dict[str, Any]:
     """Losses by epoch, and the weights, of a few steps of SGD in float64."""
-    data = small()
-    data = dataclasses.replace(
-        data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(len(data.x))).double())}
-    )
+    data = in_float64(small())
     torch.manual_seed(3)
     model = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 4)]).double()
     kill = changes.pop("kill", None)

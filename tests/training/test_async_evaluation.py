@@ -16,11 +16,12 @@ from hopline.contract import Job
 from hopline.inference.captured_forward import PendingInference
 from hopline.nn import GNN
 from hopline.nn.attributes import copy_attributes
-from hopline.training.async_evaluation import EvaluationError, EvaluationThread, WeightsBuffer
+from hopline.training.async_evaluation import EvaluationError, EvaluationThread
 from hopline.training.evaluation import Measure
+from hopline.training.validation import Snapshot
 from hopline.util import trace
 from hopline.util.trace import Timers
-from tests.support.runs import method, sage, same_weights, small
+from tests.support.runs import method, sage, small
 
 
 def trainer_of() -> hl.Trainer:
@@ -29,40 +30,26 @@ def trainer_of() -> hl.Trainer:
     return hl.Trainer(sage(data, norm="batch"), data, method(), show=False)
 
 
-def fill_buffers(trainer: hl.Trainer, count: int) -> list[WeightsBuffer]:
-    """Buffers that hold different weights each."""
-    buffers = []
-    for _ in range(count):
+def take_snapshots(trainer: hl.Trainer, count: int) -> list[Snapshot]:
+    """Snapshots of different weights each."""
+    snapshots = []
+    for epoch in range(1, count + 1):
         for p in trainer.model.parameters():
             p.data.add_(torch.randn_like(p))
-        buffers.append(WeightsBuffer(trainer.model.state_dict()))
-        buffers[-1].fill(trainer.model.state_dict(), copy_attributes(trainer.model))
-    return buffers
-
-
-def test_a_weights_buffer_holds_a_copy_of_every_weight_and_buffer():
-    state = {"a": torch.arange(3.0), "b": torch.tensor(7), "none": torch.empty(0, 2), "c": torch.ones(2, 2).bfloat16()}
-    state["turned"] = torch.arange(6.0).view(2, 3).t()
-    buffer = WeightsBuffer(state)
-    buffer.fill(state, {})
-    before = {name: tensor.clone() for name, tensor in state.items()}
-    for tensor in state.values():
-        tensor.add_(1)
-    assert same_weights(buffer.weights, before)
-    assert [t.dtype for t in buffer.weights.values()] == [t.dtype for t in state.values()]
-    buffer.fill(state, {})
-    assert same_weights(buffer.weights, state)
+        live = Snapshot(epoch, None, trainer.model.state_dict(), copy_attributes(trainer.model))
+        snapshots.append(live.copy_to(trainer.device))
+    return snapshots
 
 
 def test_results_come_in_order_equal_blocking_ones_and_the_model_is_left_alone():
     trainer = trainer_of()
     measure = Measure(trainer.method)
-    buffers = fill_buffers(trainer, 3)
+    snapshots = take_snapshots(trainer, 3)
     threads = torch.get_num_threads()
     before = {n: t.clone() for n, t in trainer.model.state_dict().items()}
     thread = EvaluationThread(measure, trainer.job)
-    for epoch, buffer in enumerate(buffers, start=1):
-        thread.submit(epoch, buffer)
+    for snapshot in snapshots:
+        thread.submit(snapshot)
     results = []
     while len(results) < 3:
         results += thread.results(wait=True)
@@ -70,8 +57,8 @@ def test_results_come_in_order_equal_blocking_ones_and_the_model_is_left_alone()
     assert [result.epoch for result in results] == [1, 2, 3]
     assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
     assert torch.get_num_threads() == threads
-    for result, buffer in zip(results, buffers, strict=True):
-        trainer.model.load_state_dict(buffer.weights)
+    for result, snapshot in zip(results, snapshots, strict=True):
+        trainer.model.load_state_dict(snapshot.weights)
         assert result.metrics == measure(trainer.job)
 
 
@@ -99,10 +86,10 @@ def test_a_failure_is_raised_after_earlier_results_with_its_cause():
                 raise ZeroDivisionError("no\nmore")
             return super().__call__(job, keep)
 
-    buffers = fill_buffers(trainer, 2)
+    snapshots = take_snapshots(trainer, 2)
     thread = EvaluationThread(Fails(trainer.method), trainer.job)
-    for epoch, buffer in enumerate(buffers, start=1):
-        thread.submit(epoch, buffer)
+    for snapshot in snapshots:
+        thread.submit(snapshot)
     thread._future.result(60)
     assert [one.epoch for one in thread.results()] == [1]
     with pytest.raises(EvaluationError, match="epoch 2 failed: ZeroDivisionError: no more") as caught:
@@ -122,9 +109,9 @@ def test_closing_ends_an_evaluation_at_its_next_layer():
             go_on.wait()
             return super().__call__(job, keep)
 
-    (buffer,) = fill_buffers(trainer, 1)
+    (snapshot,) = take_snapshots(trainer, 1)
     thread = EvaluationThread(Waits(trainer.method), trainer.job)
-    thread.submit(1, buffer)
+    thread.submit(snapshot)
     begun.wait()
     thread._is_cancelled.set()
     go_on.set()
@@ -168,7 +155,7 @@ class FakeCapturedInference:
 def test_captured_inference_is_launched_by_the_caller_and_awaited_by_the_thread():
     trainer = trainer_of()
     measure = Measure(trainer.method)
-    buffers = fill_buffers(trainer, 3)
+    snapshots = take_snapshots(trainer, 3)
     thread = EvaluationThread(measure, trainer.job)
     assert thread.is_ready
     thread._captured_inference = recorded = FakeCapturedInference(trainer)  # type: ignore[assignment]
@@ -180,15 +167,15 @@ def test_captured_inference_is_launched_by_the_caller_and_awaited_by_the_thread(
     spans = Timers()
     results = []
     with trace.listen(spans):
-        for epoch, buffer in enumerate(buffers, start=1):
-            thread.submit(epoch, buffer)
+        for snapshot in snapshots:
+            thread.submit(snapshot)
         while len(results) < 3:
             results += thread.results(wait=True)
     thread.close()
     assert recorded.launch_threads == [threading.current_thread().name] * 3
     assert spans.this_epoch()["infer.layer"] >= 0.75
-    for epoch, (result, buffer) in enumerate(zip(results, buffers, strict=True), start=1):
-        trainer.model.load_state_dict(buffer.weights)
-        assert result.epoch == epoch
+    for result, snapshot in zip(results, snapshots, strict=True):
+        trainer.model.load_state_dict(snapshot.weights)
+        assert result.epoch == snapshot.epoch
         assert result.metrics == measure(trainer.job)
         assert result.seconds >= 0.25

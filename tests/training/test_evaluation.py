@@ -22,7 +22,18 @@ from hopline.contract import Job
 from hopline.training import async_evaluation, checkpoint, validation
 from hopline.training.async_evaluation import AsyncEvaluator, EvaluationError, EvaluationThread
 from hopline.training.evaluation import Measure
-from tests.support.runs import Recorder, evaluated, fit, losses, method, records, sage, same_weights, small
+from tests.support.runs import (
+    Recorder,
+    evaluated,
+    fit,
+    losses,
+    method,
+    read_checkpoint,
+    records,
+    sage,
+    same_weights,
+    small,
+)
 from tests.support.warm import Process, python
 
 
@@ -41,12 +52,10 @@ def permits(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     permits = threading.Semaphore(0)
     evaluate = EvaluationThread._evaluate
 
-    def evaluate_with_permit(
-        self: EvaluationThread, buffer: async_evaluation.WeightsBuffer
-    ) -> tuple[dict[str, float], float]:
+    def evaluate_with_permit(self: EvaluationThread, snapshot: validation.Snapshot) -> tuple[dict[str, float], float]:
         while not (permits.acquire(timeout=0.01) or self._is_cancelled.is_set()):
             pass
-        return evaluate(self, buffer)
+        return evaluate(self, snapshot)
 
     monkeypatch.setattr(EvaluationThread, "_evaluate", evaluate_with_permit)
     monkeypatch.setattr(async_evaluation, "BACKLOG", 100)
@@ -140,7 +149,7 @@ def compare_with_blocking(
         assert epochs_recorded["async"] == epochs_recorded["blocking"]
     if "patience" in settings:  # so that this looks at what it is meant to
         assert outcomes["blocking"]["end"][0] < 28
-    ended = checkpoint.read(folder / "async" / checkpoint.FILE)
+    ended = read_checkpoint(folder / "async" / checkpoint.FILE)
     assert ended["position"]["epoch"] == outcomes["blocking"]["end"][0] + 1
     model = model_of(kind, data)
     resumed = fit(data, model, evaluate="async", out=folder / "async", resume=True, **settings)  # nothing left
@@ -340,7 +349,7 @@ def test_interrupted_and_resumed_is_the_run_that_never_stopped(
     callbacks = [StopAt(stops_after + 1, after=num_evaluated), watch]
     with pytest.raises(KeyboardInterrupt):
         fit(data, model, evaluate="async", out=tmp_path, callbacks=callbacks, checkpoint_s=0.0, **settings)
-    waiting = dict(checkpoint.read(tmp_path / checkpoint.FILE)["callbacks"])["Waiting"]["waiting"]
+    waiting = dict(read_checkpoint(tmp_path / checkpoint.FILE)["callbacks"])["Waiting"]["waiting"]
     assert [snapshot["epoch"] for snapshot in waiting][-1] == stops_after
     (ended,) = watch.payloads("fit_end")
     assert len(ended.evaluations) == num_evaluated  # a finished one is not lost
@@ -401,7 +410,7 @@ def test_an_end_by_ctrl_c_keeps_the_results_that_have_come(tmp_path: Path):
     assert not psutil.wait_procs(family, timeout=20)[1]
     assert "Traceback" not in errors
     assert process.returncode == 128 + signal.SIGINT, errors
-    stored = checkpoint.read(tmp_path / "run" / checkpoint.FILE)
+    stored = read_checkpoint(tmp_path / "run" / checkpoint.FILE)
     assert stored["evaluations"]
     assert [e["epoch"] for e in stored["evaluations"]] == list(range(1, len(stored["evaluations"]) + 1))
 

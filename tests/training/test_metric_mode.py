@@ -13,7 +13,7 @@ from hopline import infer
 from hopline.metrics import mode_of
 from hopline.report.page import render
 from hopline.training import checkpoint
-from tests.support.runs import evaluated, fit, records, small, without
+from tests.support.runs import evaluated, fit, read_checkpoint, records, small, without
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_resumed_run_keeps_to_it(tmp_path: Path):
 
 def test_a_checkpoint_that_kept_the_highest_loss_is_refused(tmp_path: Path):
     fit(small(), out=tmp_path, **{**FALLING, "epochs": 2})
-    state = checkpoint.read(tmp_path / checkpoint.FILE)
+    state = read_checkpoint(tmp_path / checkpoint.FILE)
     state["best_is"] = "max"
     checkpoint.write(tmp_path / checkpoint.FILE, state)
     with pytest.raises(ValueError, match=r"max of loss, .*the min"):

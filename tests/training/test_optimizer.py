@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
 
-from hopline.device import streams
 from hopline.training.optimizer import MAX_CAPTURES, MAX_SEEN_KEYS, Update, make_optimizer, split_decay
-from tests.support.fake_cuda import FakeCuda
+from tests.support.fake_cuda import FakeCuda, capture_lock_elsewhere
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")])
 
@@ -189,20 +186,8 @@ def test_a_step_is_run_while_another_thread_has_the_capture_lock_and_captured_la
 ):
     logged = LoggedUpdate(fake_cuda, monkeypatch)
     gradients = logged.new_gradients()
-    begun = threading.Event()
-    ended = threading.Event()
-
-    def evaluate() -> None:
-        with streams.capture_lock:
-            begun.set()
-            ended.wait()
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    begun.wait()
-    actions = [logged.step(gradients) for _ in range(4)]
-    ended.set()
-    thread.join()
+    with capture_lock_elsewhere():
+        actions = [logged.step(gradients) for _ in range(4)]
     assert actions == ["run"] * 4
     assert logged.step(gradients) == CAPTURED.format(0)
 

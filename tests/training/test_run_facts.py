@@ -10,7 +10,6 @@ from torch_geometric.nn import GCN
 
 import hopline as hl
 from hopline.contract import Job, Work
-from hopline.report.page import render
 from tests.support.runs import fit, method, records, sage, small
 
 
@@ -40,14 +39,6 @@ def test_the_start_of_a_run_is_recorded_once_before_its_first_epoch(tmp_path: Pa
     assert "training seeds</dt><dd>150</dd>" in (tmp_path / "report.html").read_text()
 
 
-def test_a_resumed_run_has_one_start(tmp_path: Path):
-    fit(small(), epochs=1, out=tmp_path)
-    fit(small(), epochs=2, out=tmp_path, resume=True)
-    (start,) = records(tmp_path, "start")
-    assert start["num_seeds"] == 150
-    assert [r["epoch"] for r in records(tmp_path, "epoch")] == [1, 2]
-
-
 class Broken(hl.Trainer):
     """Fails after its report is open, and before any callback is called, if it is resumed."""
 
@@ -64,16 +55,6 @@ def test_a_resumed_run_that_fails_at_once_keeps_its_start(tmp_path: Path):
         Broken(sage(data), data, method(), epochs=2, lr=0.01, out=tmp_path, resume=True, show=False).fit()
     (start,) = records(tmp_path, "start")
     assert start["model"] == "GNN"
-
-
-def test_a_run_of_an_earlier_version_gets_a_start_when_it_is_resumed(tmp_path: Path):
-    fit(small(), epochs=1, out=tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if '"start"' not in line))
-    assert "training seeds" not in render(tmp_path)
-    fit(small(), epochs=2, out=tmp_path, resume=True)
-    assert len(records(tmp_path, "start")) == 1
-    assert "training seeds" in render(tmp_path)
 
 
 class Mine(hl.extend.Method):

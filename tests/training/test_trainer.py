@@ -23,6 +23,7 @@ from tests.support.runs import (
     copied,
     evaluated,
     fit,
+    in_float64,
     labels,
     losses,
     method,
@@ -47,13 +48,6 @@ def test_trains_exactly_the_epochs_and_evaluates_on_time(epochs: int, every: int
     assert evaluated(run) == expected
     assert evaluated(run, "test") == [run.best_epoch]
     assert run.reason == ("1 epoch is trained" if epochs == 1 else f"all {epochs} epochs are trained")
-
-
-def test_fewer_epochs_than_between_evaluations_leave_weights(tmp_path: Path):
-    run = fit(small(), epochs=2, evaluate_every=20, out=tmp_path)
-    assert run.best_epoch == 2
-    best, last = (torch.load(tmp_path / name, weights_only=True) for name in ("best.pt", "last.pt"))
-    assert same_weights(best, last)
 
 
 def test_every_epoch_trains_every_seed_once():
@@ -229,10 +223,7 @@ class PiecesWork(hl.extend.Work):
 
 
 def test_accumulated_batches_equal_one_batch_of_all_their_seeds():
-    data = small()
-    data = dataclasses.replace(
-        data, tables={"x": hl.extend.TensorTable(data.x.read(torch.arange(data.num_nodes)).double())}
-    )
+    data = in_float64(small())
     weights = []
     for sizes in ((60,), (25, 5, 30)):
         model = sage(data, dropout=0.5).double()
@@ -274,12 +265,6 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights():
     run = fit(data, model, epochs=8, precision="bf16", train_step=step)
     assert score_dtypes == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert losses(run)[-1] < losses(run)[0]
-
-
-@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
-def test_each_optimizer_lowers_the_loss(optimizer: str):
-    run = fit(small(), epochs=4, optimizer=optimizer, lr=0.1 if optimizer == "sgd" else 0.01, weight_decay=1e-4)
     assert losses(run)[-1] < losses(run)[0]
 
 

@@ -12,7 +12,7 @@ from torch_geometric.nn import GCNConv
 import hopline as hl
 from hopline.methods.historical.staleness import relative_distance
 from hopline.training import report_callbacks
-from hopline.training.report_callbacks import history_state_of
+from hopline.training.report_callbacks import staleness_of
 from tests.support.runs import records, small
 
 
@@ -57,9 +57,9 @@ def test_a_run_without_tables_measures_nothing(tmp_path: Path):
 
 
 def test_advice_is_what_the_run_can_still_change():
-    assert history_state_of([0.9], 4.0, refreshes=False).advice.startswith("set method.refresh_every=1")
-    assert "refresh_every" not in history_state_of([0.9], 4.0, refreshes=True).advice
-    assert history_state_of([9.0, 9.0, 0.1, 0.1], 4.0, refreshes=False).sentence == ""  # the first half is a beginning
+    assert staleness_of([0.9], 4.0, refreshes=False)["advice"].startswith("set method.refresh_every=1")
+    assert "refresh_every" not in staleness_of([0.9], 4.0, refreshes=True)["advice"]
+    assert staleness_of([9.0, 9.0, 0.1, 0.1], 4.0, refreshes=False)["sentence"] == ""  # the first half is a beginning
 
 
 def test_distance_is_relative_to_the_larger_norm():

@@ -20,7 +20,7 @@ import pytest
 import hopline as hl
 from hopline.training import checkpoint
 from hopline.util.signals import SIGNALS, Interrupted, Signals
-from tests.support.runs import method, sage, small
+from tests.support.runs import method, read_checkpoint, sage, small
 from tests.support.warm import Process, python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def test_a_signal_during_an_evaluation_waits_for_it_and_loses_nothing(evaluate: 
     kind = Noticed if evaluate == "blocking" else hl.Trainer
     with pytest.raises(Interrupted, match="SIGTERM"):
         kind(sage(data), data, method(), out=tmp_path, callbacks=[Notices()], **settings).fit()
-    stored = checkpoint.read(tmp_path / checkpoint.FILE)
+    stored = read_checkpoint(tmp_path / checkpoint.FILE)
     assert [epoch["epoch"] for epoch in stored["history"]] == [1, 2, 3]
     assert (stored["position"]["epoch"], stored["position"]["units"]) == (4, 0)
     trainer = kind(sage(data), data, method(), out=tmp_path, resume=True, **settings)
@@ -188,7 +188,7 @@ def test_each_signal_leaves_a_checkpoint_and_the_same_command_goes_on(tmp_path: 
         assert f"interrupted by {number.name}" in errors
         assert "resume=true" in errors
         assert "Traceback" not in errors
-        position = checkpoint.read(tmp_path / "run" / checkpoint.FILE)["position"]
+        position = read_checkpoint(tmp_path / "run" / checkpoint.FILE)["position"]
         assert position["epoch"] > reached  # the signal may come before the epoch that was seen has been evaluated
         reached = position["epoch"]
         assert not list((tmp_path / "run").glob("*.unfinished"))
@@ -216,7 +216,7 @@ def test_a_notice_sent_to_ranks_themselves_leaves_a_checkpoint_too(everyone: boo
     assert process.returncode == 128 + signal.SIGUSR1, errors
     assert "interrupted by SIGUSR1" in errors
     assert not psutil.wait_procs(family, timeout=20)[1]
-    position = checkpoint.read(tmp_path / "run" / checkpoint.FILE)["position"]
+    position = read_checkpoint(tmp_path / "run" / checkpoint.FILE)["position"]
     assert position["epoch"] >= 2
     assert position["loss_sum"].numel() == 2  # all ranks took part
     assert not list((tmp_path / "run").glob("*.unfinished"))
@@ -261,7 +261,7 @@ def test_a_closed_terminal_leaves_a_checkpoint(num_ranks: int, tmp_path: Path) -
             process.kill()
     assert process.returncode == 128 + signal.SIGHUP
     assert not psutil.wait_procs(family, timeout=20)[1]
-    position = checkpoint.read(tmp_path / "run" / checkpoint.FILE)["position"]
+    position = read_checkpoint(tmp_path / "run" / checkpoint.FILE)["position"]
     assert position["epoch"] >= 2
     assert position["loss_sum"].numel() == num_ranks
     assert "SIGHUP" in (tmp_path / "run" / "run.log").read_text()

@@ -74,9 +74,7 @@ class FittedBatch(NamedTuple):
     original_blocks: tuple[Block, ...]
     """The blocks of the original. `batch` has others if edges were cut or drawn again."""
     predicted_bytes: float
-    """The predicted peak of the original."""
     making_bytes: int
-    """The measured peak of cutting or drawing again."""
 
 
 @dataclass(eq=False)
@@ -111,7 +109,6 @@ class BudgetGuard:
     target_bytes: float = field(init=False)
     """The bytes that steps are made to fit in: `limit_bytes`, and less for a while after out of memory."""
     ledger: Ledger = field(init=False)
-    """Predicted and measured bytes of the steps so far."""
 
     def __post_init__(self) -> None:
         if self.limit_bytes <= 0:
@@ -124,7 +121,6 @@ class BudgetGuard:
         self._set_aside_bytes = 0
         """Bytes of earlier gradients that the snapshot of the running attempt holds."""
         self._num_unmeasured = 0
-        """Whole batches since the last measured one."""
         self._max_measured_bytes = 0.0
         """The most expected bytes of a whole batch that was measured in this epoch."""
 
@@ -134,10 +130,7 @@ class BudgetGuard:
         return BudgetGuard(self.job, replace(self.budget, over_budget="split"), self.limit_bytes, forward_only=True)
 
     def take_record(self) -> dict[str, Any]:
-        """The ledger's record since the last call, at the end of an epoch.
-
-        The largest batch of the next epoch is measured again.
-        """
+        """The ledger's record of an epoch. The largest batch of the next one is measured again."""
         self._max_measured_bytes = 0.0
         return self.ledger.take()
 
@@ -227,7 +220,7 @@ class BudgetGuard:
                 remaining = torch.cat([group for group in todo if group is not None])
                 todo = deque[Tensor | None](self._groups(batch, remaining))
         if len(done) > 1:
-            self.ledger.note_split(len(done))
+            self.ledger.note(split=1, pieces=len(done))
         self.ledger.note_batch(predicted_bytes, max_bytes)
         return done
 
@@ -337,7 +330,6 @@ class BudgetGuard:
         )
 
     def _check_split(self) -> None:
-        """Raise a ValueError if the model's outputs would change when a batch is split."""
         instead = "make batch_size smaller" if self.forward_only else f"set over_budget=cut {CHANGES_TRAINING}"
         check_split(self.job.model, instead=instead)
 
@@ -376,8 +368,7 @@ class BudgetGuard:
         return min(self.predict_peak_of_sizes(step.sizes()), step.bound_bytes())
 
     def note_split(self, num_micro_batches: int) -> None:
-        """Note that a step runs in micro-batches."""
-        self.ledger.note_split(num_micro_batches)
+        self.ledger.note(split=1, pieces=num_micro_batches)
 
     # ---- a step that cannot be made smaller
 
@@ -417,7 +408,7 @@ class BudgetGuard:
                 self._set_aside_bytes = 0
         peak_bytes = before.gradient_bytes + other_bytes + meter.peak_bytes
         if ran_out:
-            self.ledger.note_out_of_memory()
+            self.ledger.note(oom=1)
             self.target_bytes = SHRINK * min(this.predicted_bytes, self.target_bytes)
         if result is None:
             return None, peak_bytes
@@ -444,8 +435,7 @@ class BudgetGuard:
     def overhead_bytes(self, is_split: bool = False) -> int:
         """Bytes in memory besides a step: earlier gradients, and a copy of the buffers.
 
-        is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the
-        others.
+        is_split: gradients of all parameters are counted, since the first micro-batch leaves them for the others.
         """
         all_gradient_bytes, buffer_bytes = state_bytes(self.job.module)
         if is_split and not self.forward_only:
@@ -490,10 +480,7 @@ class BudgetGuard:
         self._predictor(sizes).observe(sizes, peak_bytes)
 
     def _predictor(self, sizes: Sizes) -> Predictor:
-        """The predictor, made at the first call. sizes: of a batch, for the number of blocks.
-
-        Any thread may call.
-        """
+        """The predictor, made at the first call for the number of blocks of `sizes`. Any thread may call."""
         with self._lock:
             if self.predictor is None:
                 costs = costs_of(self.job.model, self.job.data.tables.get("x"), len(sizes.edges))
@@ -509,7 +496,7 @@ class BudgetGuard:
         # As for a micro-batch: the batch with fewer edges is a copy.
         bytes_of = self._bytes_of(batch, is_split=True)
         cut = cut_to_fit(batch, bytes_of, self.target_bytes, CUTS[self.budget.over_budget], key)
-        self.ledger.note_cut(sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges))
+        self.ledger.note(cut=1, edges_cut=sum(Sizes.of(batch).edges) - sum(Sizes.of(cut).edges))
         return cut
 
     def _resample(self, batch: Batch, redraw: Redraw | None) -> Batch | None:
@@ -523,7 +510,7 @@ class BudgetGuard:
             key = ops.derive_key(_key_of(batch), number)
             # The sampler behind `redraw` does not know the method's `scale_sums`.
             blocks = tuple(b.with_scale_sums(batch.blocks[0].scale_sums) for b in redraw(batch.seeds, key))
-            self.ledger.note_resampled()
+            self.ledger.note(resampled=1)
             if bytes_of(Sizes.of_blocks(blocks)) <= self.target_bytes:
                 return with_rows(replace(batch, blocks=blocks, key=key), self.job.data.tables)
         return None
@@ -539,7 +526,6 @@ class Attempt:
     meter: Meter
     """Measures the attempt. The running function calls `lap()` where the step itself begins."""
     predicted_bytes: float
-    """The predicted peak of the attempt."""
     sizes: Sizes | None = None
     """The sizes to learn from, with the bytes since the meter's last lap. None: nothing is learnt."""
 
@@ -565,29 +551,15 @@ def _key_of(batch: Batch) -> int:
 
 
 @dataclass
-class GuardedUnit(Unit):
+class GuardedUnit(BatchUnit):
     """One batch through the job's training step, in as many micro-batches as the guard needs."""
 
-    job: Job
-    batch: Batch
     guard: BudgetGuard
     redraw: Redraw | None = None
 
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        return self.batch.num_seeds
-
-    @property
-    def total_size(self) -> float | None:
-        return self.batch.total_seeds
-
-    @property
-    def weight(self) -> float:
-        return self.job.weight_of(self.batch)
-
     def forward_backward(self, total: float) -> Tensor:
         if not self.size:  # no loss and no gradients
-            return BatchUnit(self.job, self.batch).forward_backward(total)
+            return super().forward_backward(total)
         if not self.job.task.is_mean:
             return self._own_loss(total)
 

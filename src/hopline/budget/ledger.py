@@ -42,6 +42,18 @@ class Record:
     """The number of times that a step ran out of memory."""
 
 
+COUNTERS = {
+    "over": "budget.steps_over",
+    "split": "budget.batches_split",
+    "pieces": "budget.pieces",
+    "resampled": "budget.resampled",
+    "cut": "budget.batches_cut",
+    "edges_cut": "budget.edges_cut",
+    "oom": "budget.out_of_memory",
+}
+"""The counter of `trace` for each count of a record."""
+
+
 class Ledger:
     """The record of the current epoch, and the largest bytes of all epochs.
 
@@ -67,8 +79,7 @@ class Ledger:
             total.promised_bytes = max(total.promised_bytes, promised_bytes)
             total.peak_bytes = max(total.peak_bytes, peak_bytes)
         if peak_bytes > self.limit_bytes:
-            self._record.over += 1
-            trace.count("budget.steps_over", 1)
+            self.note(over=1)
 
     def note_batch(self, before_bytes: float, after_bytes: int) -> None:
         """Note a batch that ran: the predicted peak of all of it, and the largest peak of its
@@ -76,26 +87,8 @@ class Ledger:
         self._record.before.append(before_bytes)
         self._record.after.append(after_bytes)
 
-    def note_split(self, num_micro_batches: int) -> None:
-        """Note that a batch runs in micro-batches."""
-        self._record.split += 1
-        self._record.pieces += num_micro_batches
-        trace.count("budget.batches_split", 1)
-        trace.count("budget.pieces", num_micro_batches)
-
-    def note_resampled(self) -> None:
-        """Note that other edges were drawn for a batch."""
-        self._record.resampled += 1
-        trace.count("budget.resampled", 1)
-
-    def note_cut(self, num_edges: int) -> None:
-        """Note that edges were cut from a batch."""
-        self._record.cut += 1
-        self._record.edges_cut += num_edges
-        trace.count("budget.batches_cut", 1)
-        trace.count("budget.edges_cut", num_edges)
-
-    def note_out_of_memory(self) -> None:
-        """Note that a step ran out of memory."""
-        self._record.oom += 1
-        trace.count("budget.out_of_memory", 1)
+    def note(self, **counts: int) -> None:
+        """Add to counts of the record by their names, and to the counters of `trace`."""
+        for name, count in counts.items():
+            setattr(self._record, name, getattr(self._record, name) + count)
+            trace.count(COUNTERS[name], count)

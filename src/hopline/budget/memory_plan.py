@@ -39,10 +39,6 @@ class RunOutline(Outline):
         return replace(self, predictors={}, learnt={})
 
     def predictor(self, num_blocks: int) -> Predictor:
-        """The predictor for batches of that many blocks.
-
-        It knows the bound, and the steps measured so far.
-        """
         if num_blocks not in self.predictors:
             costs = costs_of(self.model, self.data.tables.get("x"), num_blocks)
             self.predictors[num_blocks] = Predictor(costs)
@@ -54,10 +50,6 @@ class RunOutline(Outline):
         return next((p.dtype for p in self.model.parameters()), torch.float32)
 
     def resident_items(self) -> list[Item]:
-        """The resident bytes that every method has: weights and optimizer state.
-
-        On a GPU, also the workspace of CUDA's libraries, and what the process holds for other purposes.
-        """
         weights = [p for p in self.model.parameters() if not isinstance(p, nn.UninitializedParameter)]
         total = sum(p.numel() * p.element_size() for p in weights)
         items = [
@@ -75,8 +67,7 @@ class RunOutline(Outline):
 
     @cached_property
     def _other_bytes(self) -> int:
-        """Bytes of the GPU that this process holds for something else than the run, such as an earlier
-        run."""
+        """Bytes of the GPU that this process holds for something else, such as an earlier run."""
         tables = self.data.tables.values()
         if self.data.graph.indptr.is_cuda or any(isinstance(table, TieredTable) for table in tables):
             return 0  # the dataset is on the GPU already, and is counted with the run
@@ -87,11 +78,7 @@ class RunOutline(Outline):
         return max(0, torch.cuda.memory_allocated(self.device) - run_bytes)
 
     def limits(self, budget: Budget) -> dict[Place, int | None]:
-        """The most bytes that the run may take in each place; None for no limit.
-
-        If the budget sets no limit for a GPU, the limit is its free memory plus what this process has
-        allocated on it.
-        """
+        """A GPU without a limit has its free memory, and what this process has allocated on it."""
         limits: dict[Place, int | None] = {}
         for place in PLACES:
             size = getattr(budget, place)
@@ -104,10 +91,7 @@ class RunOutline(Outline):
         return limits
 
     def hidden_bytes(self) -> int:
-        """An estimate of the bytes of embeddings that layer-wise inference keeps; 0 for a model without layers.
-
-        All tables count as wide as the widest layer.
-        """
+        """As if all tables were as wide as the widest layer."""
         if not isinstance(self.model, GNN):
             return 0
         widest = max(row_widths(self.model, self.data.num_features)[1:])
@@ -120,7 +104,6 @@ class RunOutline(Outline):
         return num_tables * widest * self.data.num_nodes * self.dtype.itemsize
 
     def data_on_host(self) -> list[Item]:
-        """The bytes of the dataset in host memory: none if it is mapped from a folder."""
         data = self.data
         if data.folder is not None:
             return []

@@ -99,7 +99,6 @@ class MicroBatch:
     """
 
     whole: Batch
-    """The batch that the micro-batch is a part of."""
     seed_idx: Tensor
     """[num_seeds] int64: positions of the seeds among the batch's."""
     blocks: tuple[Block, ...]
@@ -142,10 +141,7 @@ def batch_of_block(block: Block) -> Batch:
 
 
 def edges_of_run(block: Block, run: slice) -> tuple[Block, Tensor]:
-    """(the in-edges of consecutive destinations of a block, whole_src_idx).
-
-    whole_src_idx: [num_src] int64, which source of the whole block each source is.
-    """
+    """(in-edges of consecutive destinations, [num_src] int64: which source of the whole block each source is)."""
     micro_batch = micro_batch_of(batch_of_block(block), torch.arange(run.start, run.stop))
     return micro_batch.blocks[0], micro_batch.input_idx
 
@@ -167,10 +163,7 @@ def _edges_to(
 
 @dataclass(frozen=True)
 class MicroBatchBytes:
-    """The bytes of a micro-batch itself, apart from its step, on the device where it runs.
-
-    They follow from the sizes of the micro-batch, so that they are known before it is built.
-    """
+    """The bytes of a micro-batch itself, apart from its step, where it runs: from its sizes, before it is built."""
 
     per_node: tuple[float, ...]
     """[num_blocks + 1]: bytes per node for ids, indptr, labels and copied rows, by the entries of
@@ -224,7 +217,6 @@ class MicroBatchBytes:
         )
 
     def resident(self, sizes: Sizes) -> float:
-        """The bytes of a micro-batch while its step runs."""
         node_bytes = sum(b * n for b, n in zip(self.per_node, sizes.nodes, strict=True))
         edge_bytes = sum(b * n for b, n in zip(self.per_edge, sizes.edges, strict=True))
         return node_bytes + edge_bytes + SMALL_TENSOR_BYTES
@@ -270,10 +262,7 @@ def seed_costs(batch: Batch, costs: Costs) -> Tensor:
 
 
 def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
-    """The sizes of the micro-batches of some groups, counted on the host without building them.
-
-    groups: each [n] int64, positions of seeds.
-    """
+    """The sizes of the micro-batches of groups of seeds [n] int64, counted on the host without building them."""
     num_nodes = Sizes.of(batch).nodes
     group_arrays = [group.cpu().numpy() for group in groups]
     counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, group_arrays).tolist()
@@ -349,12 +338,10 @@ def groups_to_fit(
     seeds = torch.arange(batch.num_seeds) if among is None else among.cpu()
 
     def split(num_groups: int) -> list[Tensor]:
-        """Even groups, the most expensive first."""
         groups = [seeds[group] for group in balanced_groups(seed_cost[seeds], num_groups)]
         return sorted(groups, key=lambda group: -float(seed_cost[group].sum()))
 
     def bytes_of_largest(groups: list[Tensor]) -> float:
-        """The bytes of the largest micro-batch of these groups."""
         return max(map(bytes_of, sizes_of(batch, groups)))
 
     num_groups = math.ceil(bytes_of_largest([seeds]) / limit) if first is None else max(1, first)

@@ -106,10 +106,7 @@ class Budget:
         return cls(device=str(given))
 
     def bytes_on(self, device: torch.device) -> int | None:
-        """The bytes that the model and a step may take on a device. None: no limit.
-
-        On a CPU the limits of the device and of the host both hold, so the smaller one counts.
-        """
+        """The bytes that a step and the model may take on a device: the smaller limit on a CPU. None: no limit."""
         limits = [self.device] if device.type == "cuda" else [self.device, self.host]
         sizes = [parse_size(limit) for limit in limits if limit is not None]
         return min(sizes) if sizes else None
@@ -127,9 +124,7 @@ class Item:
     name: str
     """A name for the printed plan, such as "history"."""
     place: Place
-    """The kind of memory that holds it."""
     num_bytes: int
-    """Its size."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -310,7 +305,6 @@ class Plan:
         return self.limits[place]
 
     def resident_bytes(self, place: Place) -> int:
-        """The bytes that are taken at a place all the time."""
         return sum(item.num_bytes for item in self.items if item.place == place)
 
     @property
@@ -392,11 +386,7 @@ class Plan:
         return all(map(self._fits, PLACES))
 
     def check(self) -> Plan:
-        """This plan, if it keeps to its limits.
-
-        Raises:
-            DoesNotFit: It does not.
-        """
+        """This plan. Raises DoesNotFit if it does not keep to its limits."""
         if self.fits:
             return self
         raise self.refusal(self.smallest_limits)

@@ -173,11 +173,8 @@ class _ConvNumbers(NamedTuple):
     """The numbers (values, not bytes) that a conv holds at once in forward and backward."""
 
     per_src: float
-    """Numbers per source."""
     per_dst: float
-    """Numbers per destination."""
     per_edge: float
-    """Numbers per edge."""
 
 
 def _conv_numbers(conv: Any, in_width: int, width: int, needs_input_gradient: bool) -> _ConvNumbers:
@@ -238,7 +235,6 @@ class _Fit:
     peaks: np.ndarray
     """[num_kept] float64: the measured peak bytes of the steps that the fit uses."""
     num_seen: int = 0
-    """The number of steps measured so far."""
     over_bound: float = 1.0
     """The largest factor by which a step exceeded the bound; 1 if none did."""
     max_miss: float = 0.0
@@ -312,7 +308,6 @@ class Predictor:
 
     @property
     def is_sure(self) -> bool:
-        """Whether enough steps were measured to predict less than the bound."""
         return self.num_seen >= ENOUGH
 
     def observe(self, sizes: Sizes, peak_bytes: int, seconds: float | None = None) -> None:

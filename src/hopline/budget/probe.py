@@ -28,7 +28,6 @@ from hopline.units.own_threads import own_threads
 # ---- ends of the probe, once the predictor is sure
 
 MAX_PROBE_SEEDS = 1024
-"""The seeds of the largest step."""
 LARGE_STEP_BYTES = 256 << 20
 """A step whose peak is larger is the last. A rule of thumb: it takes some tenths of a second on a CPU.
 

@@ -22,9 +22,8 @@ from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.placement_settings import Placement
 from hopline.device import pinned
-from hopline.device.meter import free_bytes, with_index
+from hopline.device.meter import find_device, free_bytes, with_index
 from hopline.tables import SparseTable, Table, TieredTable
-from hopline.tables.build import check_cuda
 from hopline.tables.build import table as make_table
 from hopline.util.config import format_size, parse_size
 from hopline.util.host import host_memory
@@ -153,8 +152,7 @@ def place(
     target = torch.device(device)
     if target.type != "cuda":
         return data
-    check_cuda(target)
-    target = with_index(target)
+    target = with_index(find_device(str(target)))
     layout = make_layout(DataBytes.of(data), free_bytes(target), placement)
     train_ids = data.splits.get("train") if train_ids is None else train_ids
     return apply_layout(data, layout, target, fanouts, train_ids, batch_size)

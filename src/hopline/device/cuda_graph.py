@@ -74,7 +74,6 @@ class CapturedCall(Generic[R]):
         self.graph: torch.cuda.CUDAGraph | None = None
         """The captured graph; None before the capture and after `reset`."""
         self._result: R | None = None
-        """The return value of the captured call."""
 
     @property
     def is_due(self) -> bool:

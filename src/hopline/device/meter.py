@@ -64,10 +64,7 @@ def meter_of(device: torch.device | str) -> Meter:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """The device with its index: "cuda" becomes "cuda:0" if GPU 0 is the current one.
-
-    Some of CUDA's functions in torch refuse a device without an index.
-    """
+    """The device with its index, which some functions of CUDA in torch want: "cuda" becomes the current "cuda:0"."""
     target = torch.device(device)
     if target.type == "cuda" and target.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -172,7 +169,6 @@ class TensorMeter(TorchDispatchMode):
         return out
 
     def _note_freed(self, reference: weakref.KeyedRef[int, torch.UntypedStorage]) -> None:
-        """Callback of a weak reference: remember that its storage was freed."""
         self._freed.append(reference.key)
 
     def _subtract_freed(self) -> None:

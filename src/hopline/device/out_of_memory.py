@@ -80,7 +80,6 @@ class StepSnapshot:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients that the snapshot holds."""
         return sum(_num_bytes(grad) for _, grad in self._gradients if grad is not None)
 
     def accept(self) -> None:
@@ -105,7 +104,6 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 
 
 def gradient_bytes(module: nn.Module) -> int:
-    """Bytes of the gradients that the parameters of a module have now."""
     return sum(_num_bytes(p.grad) for p in module.parameters() if p.grad is not None)
 
 
@@ -124,10 +122,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def _sum(before: Tensor, new: Tensor) -> Tensor:
-    """The sum of two gradients, in the memory of one of them.
-
-    A sparse gradient can be added in place to a dense one, but not a dense one to a sparse one.
-    """
+    """The sum of two gradients, in place: a sparse one can be added to a dense one, not the other way round."""
     if before.is_sparse and not new.is_sparse:
         return new.add_(before)
     return before.add_(new)

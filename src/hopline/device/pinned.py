@@ -204,10 +204,7 @@ def _unregister(cudart: Any, start: int, storage: torch.UntypedStorage) -> None:
 
 
 def _forget_error() -> None:
-    """Clear the error of a refused call.
-
-    CUDA keeps the error and reports it at the next kernel launch. So this launches a kernel and ignores its error.
-    """
+    """Clear the error of a refused call: CUDA reports it at the next kernel launch, so launch one and ignore it."""
     if torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")

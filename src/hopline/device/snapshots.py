@@ -25,10 +25,7 @@ from torch import Tensor, nn
 
 
 def copy_weights(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the tensors of a `state_dict`, on their devices. Later training steps do not change them.
-
-    Values that modules add by `get_extra_state` need be no tensors.
-    """
+    """Copies of the tensors of a `state_dict`, on their devices. Extra states of modules need be no tensors."""
     return {
         name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in weights.items()
@@ -83,7 +80,6 @@ class RandomState:
     """The states of the random generators that a model on one device draws from."""
 
     device: torch.device
-    """The device of the model."""
     host: Tensor
     """The state of the host's generator. Models on a GPU may draw from it too."""
     gpu: Tensor | None
@@ -108,10 +104,7 @@ def preserve_rng(device: torch.device) -> AbstractContextManager[None]:
 
 
 def preserve_all_rng(device: torch.device) -> AbstractContextManager[None]:
-    """A context after which the generators of the host and of all GPUs are in the states from before.
-
-    On a CPU, in a process that has not used CUDA yet, the GPUs are left alone.
-    """
+    """A context after which the generators of host and GPUs are in the states from before. It never starts CUDA."""
     # Without this condition, a process that trains on the CPU would start CUDA here.
     uses_cuda = device.type == "cuda" or torch.cuda.is_initialized()
     return torch.random.fork_rng(range(torch.cuda.device_count()) if uses_cuda else ())

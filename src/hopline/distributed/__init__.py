@@ -8,6 +8,7 @@ Read `world` first: a `World` is one rank's view of all ranks, with the collecti
     launch           starts ranks, or joins those that torchrun or Slurm has started
     existing_group   joins the ranks of a process group that somebody else has made
     environment      reads the variables of torchrun, Slurm and others
+    membership       process groups and heartbeat of a rank, from joining to leaving
     heartbeat        finds a rank that died
     all_to_all       fetches rows from the ranks that own them
     shared_memory    arrays that all processes of a host map

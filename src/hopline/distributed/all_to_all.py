@@ -21,15 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hopline import ops
-from hopline.distributed.world import GroupHandle, World, bytes_of_rows
+from hopline.distributed.membership import GroupHandle
+from hopline.distributed.world import World, bytes_of_rows
 from hopline.util import trace
 
 
 def rank_and_size(world: World | None = None) -> tuple[int, int]:
-    """(rank, number of ranks) of this process, by a world or by torch.distributed.
-
-    (0, 1) if it is alone.
-    """
+    """(rank, number of ranks) of this process, by a world or by torch.distributed. (0, 1) if it is alone."""
     if world is not None:
         return world.rank, world.size
     if dist.is_available() and dist.is_initialized():
@@ -57,10 +55,7 @@ class Channel:
                 self._handle = GroupHandle(dist.new_group(backend="gloo")) if world is None else world.new_group()
 
     def exchange_counts(self, send_counts: Tensor) -> Tensor:
-        """[size] int64: rows that each rank will send to this one.
-
-        send_counts: [size] int64, rows for each rank.
-        """
+        """[size] int64: rows that each rank will send to this one, which will send `send_counts` to each."""
         one_per_rank = [1] * self.size
         return self.send(send_counts, one_per_rank, one_per_rank)
 
@@ -85,10 +80,7 @@ class Channel:
         return received
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, concatenated in the order of the ranks.
-
-        Ranks may have different numbers of rows.
-        """
+        """The rows of all ranks, rank after rank. Ranks may have different numbers of rows."""
         receive_counts = self.exchange_counts(torch.full((self.size,), rows.size(0)))
         return self.send(torch.cat([rows] * self.size), [rows.size(0)] * self.size, receive_counts.tolist())
 
@@ -148,10 +140,9 @@ class RowRequest:
         """[m] int64: rows that the ranks ask of this one, by rank. 0 is the first row that it owns."""
 
     def reply(self, rows: Tensor) -> Tensor:
-        """Send one row for each of `self.rows`, and return the rows that this rank asked for.
+        """[n, ...], in the order of `positions`: the rows that this rank asked for.
 
-        rows: [m, ...] on the host, in the order of `self.rows`.
-        Returns [n, ...], in the order of `positions`.
+        rows: [m, ...] on the host: a row for each of `self.rows`.
         """
         answers = self.channel.send(rows, self._num_to_answer, self._num_asked)
         return ops.gather_rows(answers, self._inverse)

@@ -24,13 +24,10 @@ class Rank:
     """Which one of several processes a process is, and where it meets the others. By default it is alone."""
 
     rank: int = 0
-    """Number of the rank."""
     size: int = 1
-    """Number of ranks."""
     local_rank: int = 0
     """Number of the rank among those of its host."""
     local_size: int = 1
-    """Number of ranks on its host."""
     node: int = 0
     """Number of its host. Different on every host."""
     address: str = "127.0.0.1"
@@ -48,7 +45,6 @@ class Task(Rank):
     launcher: str = ""
     """"torchrun", "srun", or "" without a launcher."""
     num_nodes: int = 1
-    """Number of hosts."""
     has_store: bool = False
     """Whether the launcher itself serves the store in which ranks meet."""
 
@@ -58,10 +54,7 @@ ALONE = Task()
 
 
 def detect(environ: Mapping[str, str]) -> Task:
-    """The task that a launcher started as this process.
-
-    `ALONE` without a launcher, as in a Slurm allocation without srun.
-    """
+    """The task that a launcher started as this process. `ALONE` without one, as in a Slurm allocation without srun."""
     if any(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _read_torchrun(environ)
     is_slurm_step = "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ
@@ -194,6 +187,5 @@ def _read_number(
 
 
 def _check_below(name: str, value: int, limit_name: str, limit: int) -> None:
-    """Refuse a number that is not below its limit: RANK, counted from 0, must be below WORLD_SIZE."""
     if value >= limit:
         raise ValueError(f"{name} is {value}, which does not go with {limit_name} = {limit}: count from 0")

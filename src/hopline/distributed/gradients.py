@@ -173,10 +173,7 @@ def _all_reduce(flats: Sequence[Tensor], world: World) -> None:
 
 
 def split_by_bytes(num_bytes: int, tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors in their order, in groups of at most `num_bytes`.
-
-    A larger tensor is a group alone.
-    """
+    """Yield the tensors in their order, in groups of at most `num_bytes`. A larger tensor is a group alone."""
     group: list[Tensor] = []
     for tensor in tensors:
         if group and sum(t.nbytes for t in group) + tensor.nbytes > num_bytes:

@@ -77,20 +77,14 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self, last_words: str) -> None:
-        """Write the last message, unless `find_lost` has written one, and end the thread.
-
-        last_words: "left" or "error ...".
-        """
+        """Write "left" or "error ...", unless `find_lost` has written a last message, and end the thread."""
         self._last_words = self._last_words or last_words
         self._wake.set()
         self._is_stopped.set()
         self._thread.join(timeout=2.0)
 
     def wait_for_others(self, timeout_s: float) -> None:
-        """Wait until every other rank has written its last message, or until one is silent.
-
-        Call it after `stop`.
-        """
+        """After `stop`: wait until every other rank has written its last message, or until one is silent."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not self._is_store_lost:
             with suppress(RuntimeError):
@@ -235,5 +229,4 @@ def _is_beat(words: str) -> bool:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    """ "rank 1" or "ranks 1, 2"."""
     return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"

@@ -160,10 +160,7 @@ def _choose_backend(device: str) -> str:
 
 
 def _run_rank(function: Callable[..., Any], args: Sequence[Any], world: World) -> Any:
-    """Run the function in this rank.
-
-    At its end the world is closed, which tells the other ranks how it ended.
-    """
+    """Run the function in this rank, and close its world, which tells the other ranks how it ended."""
     try:
         result = function(world, *args)
     except BaseException as error:
@@ -178,9 +175,7 @@ class _Child:
     """A spawned rank, as its parent sees it."""
 
     rank: int
-    """Number of the rank."""
     process: Any
-    """The `multiprocessing` process."""
     pipe: Connection
     """The parent's end of the pipe that the rank writes to."""
     messages: dict[str, Any] = field(default_factory=dict)
@@ -190,7 +185,6 @@ class _Child:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the rank has joined the others."""
         return "ready" in self.messages
 
     @property
@@ -199,15 +193,11 @@ class _Child:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the rank has ended with another exit code than 0."""
         return not self.is_alive and self.process.exitcode != 0
 
     @property
     def is_ended_by_signal(self) -> bool:
-        """Whether the rank caught a signal and ended in good order.
-
-        Some launchers signal the ranks directly.
-        """
+        """Whether the rank caught a signal, which some launchers send to ranks directly, and ended in good order."""
         return not self.is_alive and self.process.exitcode - 128 in SIGNALS
 
     def read_messages(self) -> None:
@@ -223,10 +213,7 @@ class _Child:
 
 
 def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, num_processes: int) -> Any:
-    """Start ranks, wait until all have ended, and return what the first of them returned.
-
-    first: The specification of the first rank. The others follow it in rank and local rank.
-    """
+    """Start ranks from `first` on, wait until all have ended, and return what the first returned."""
     store = None
     if first.keeps_store:
         # The parent serves the store, so that it outlives every rank.
@@ -417,10 +404,7 @@ def _send_message(pipe: Connection, **message: Any) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the system end this process when its parent ends, even if the parent is killed.
-
-    parent: its process id.
-    """
+    """Let the system end this process when the process `parent` ends, even if that is killed."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     else:

@@ -32,12 +32,10 @@ class LaunchSettings:
 
     @property
     def host(self) -> str | None:
-        """The host in `address`. None if it names none."""
         return _host_and_port(self.address)[0]
 
     @property
     def port(self) -> int | None:
-        """The port in `address`. None if it names none."""
         return _host_and_port(self.address)[1]
 
 

@@ -56,9 +56,7 @@ class SharedArray:
         self.file = file
         """A descriptor of a memfd, or the path of a file. "" if the array is empty."""
         self.offset = offset
-        """Bytes of the file before the array."""
         self.tensor = tensor
-        """The array itself, over the shared memory."""
         self.writable = writable
         """Whether processes that open it may write."""
         if isinstance(file, int):
@@ -132,13 +130,7 @@ def new_file(num_bytes: int) -> int | str:
 
 
 def map_file(file: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], *, writable: bool) -> Tensor:
-    """A tensor over a memory map of a file.
-
-    The map ends with the tensor, and needs the descriptor no longer.
-
-    file: Descriptor of the open file.
-    offset: Bytes of the file before the tensor.
-    """
+    """A tensor over a memory map of an open file, from `offset` bytes on. The map ends with the tensor."""
     access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
     count = torch.Size(shape).numel()
     buffer = mmap.mmap(file, offset + count * dtype.itemsize, access=access)
@@ -149,18 +141,12 @@ def map_file(file: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...],
 
 
 def _path_of(file: int | str) -> str:
-    """The path by which other processes of this host can open a file.
-
-    file: a descriptor of this process, or a path.
-    """
+    """The path by which other processes of this host can open a file, given by its descriptor here or its path."""
     return f"/proc/{os.getpid()}/fd/{file}" if isinstance(file, int) else file
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
-    """(inode, bytes): tells a file from another one that has the same path later.
-
-    A path in /proc may lead to another file when the sender has ended and its process id is used again.
-    """
+    """(inode, bytes), since a path in /proc may lead to another file when the sender has ended."""
     return status.st_ino, status.st_size
 
 
@@ -198,11 +184,8 @@ class MappedFile(NamedTuple):
     """The file whose memory map holds a tensor."""
 
     path: str
-    """Path of the file."""
     offset: int
-    """Bytes of the file before the tensor."""
     writable: bool
-    """Whether the memory map may be written."""
 
 
 def mapped_file(tensor: Tensor) -> MappedFile | None:

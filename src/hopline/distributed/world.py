@@ -21,27 +21,29 @@ import json
 import os
 import socket
 import time
+import traceback
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from hopline.device.meter import find_device
 from hopline.distributed.environment import Rank
 from hopline.distributed.gradients import BUCKET_BYTES, split_by_bytes, sum_over_ranks, sum_tensors
-from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
+from hopline.distributed.heartbeat import Heartbeat, get_all
+from hopline.distributed.membership import GroupHandle, Membership
 from hopline.util.errors import PeerError
 from hopline.util.host import allowed_cores, num_cores, who_set_threads
 from hopline.util.log import logger
 
-LEAVE_S = 5.0
-"""Most seconds that a rank which serves the store waits at its end for the others to leave, or to read its error."""
 RESUME = "start the same command again with resume=true to resume from the last checkpoint"
 """Advice of every error about a lost rank."""
 
@@ -58,35 +60,6 @@ class RankSpec(Rank):
     """Seconds to wait for a rank that does not answer."""
     keeps_store: bool = False
     """Whether this process serves the store."""
-
-
-class GroupHandle:
-    """Hopline's only reference to a process group, so that `destroy` can close its connections.
-
-    Gloo closes the connections of a group when nothing refers to the group, not when it is destroyed. Only
-    then do ranks that wait for this one get an error. So users of a group hold this handle, and ask it for
-    the group at each collective call.
-    """
-
-    def __init__(self, group: Any) -> None:
-        assert isinstance(group, dist.ProcessGroup)  # on ranks outside the group it would not be
-        self._group: dist.ProcessGroup | None = group
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group. Raises a RuntimeError after `destroy`."""
-        if self._group is None:
-            raise RuntimeError("this process group was destroyed")
-        return self._group
-
-    def destroy(self, *, broken: bool) -> None:
-        """Destroy the group. broken: whether one of its ranks is lost. May be called twice."""
-        group = self._group
-        self._group = None
-        if group is not None:
-            # Torch raises one of these if its owner has destroyed all groups before.
-            with suppress(RuntimeError, ValueError, AssertionError):
-                destroy_group(group, broken=broken)
 
 
 class World:
@@ -114,12 +87,7 @@ class World:
         (0, 1, [2.0])
     """
 
-    def __init__(
-        self,
-        spec: RankSpec,
-        heartbeat: Heartbeat | None = None,
-        store: dist.Store | None = None,
-    ) -> None:
+    def __init__(self, spec: RankSpec, membership: Membership | None = None, cores: int | None = None) -> None:
         self.rank = spec.rank
         self.size = spec.size
         self.local_rank = spec.local_rank
@@ -127,13 +95,10 @@ class World:
         self.node = spec.node
         self.device = torch.device(spec.device)
         self.timeout_s = spec.timeout_s
-        self.num_cores = num_cores()
+        self.num_cores = cores or num_cores()
         """Cores for this rank: its share of those that it has together with other ranks of its host."""
-        self._heartbeat = heartbeat
-        self._store = store
-        self._keeps_store = spec.keeps_store
-        self._made_default_group = False
-        """Whether `join` has initialised torch's default process group, which `close` then destroys."""
+        self._membership = membership
+        """None if this process is alone."""
         self._lost = ""
         """Message of the first `PeerError`. "" while no rank is lost."""
 
@@ -207,8 +172,11 @@ class World:
             raise PeerError(
                 f"rank {spec.rank} cannot reach rank 0 at {address} ({reason_of(error)}): check address="
             ) from error
-        heartbeat = Heartbeat(heartbeat_store, spec.rank, spec.size, address)
-        world = cls(spec, heartbeat, store)
+        membership = Membership(
+            partial(Heartbeat, heartbeat_store, spec.rank, spec.size, address),
+            served_store=store if spec.keeps_store else None,
+        )
+        world = cls(spec, membership)
         try:
             with world.collective_call(start_s):
                 world.num_cores = _find_share_of_cores(spec, store)
@@ -222,7 +190,6 @@ class World:
                         world_size=spec.size,
                         timeout=timedelta(seconds=spec.timeout_s),
                     )
-                    world._made_default_group = True
             world.barrier()
         except BaseException as error:
             world.close(f"{type(error).__name__}: {error}")
@@ -234,10 +201,7 @@ class World:
         sum_over_ranks(parameters, self)
 
     def sum_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Replace every tensor by its sum over the ranks, in place.
-
-        All ranks must give the same types and shapes.
-        """
+        """Replace every tensor by its sum over the ranks, in place. All ranks must give the same types and shapes."""
         sum_tensors(tensors, self)
 
     def sum(self, values: Sequence[float]) -> list[float]:
@@ -285,10 +249,7 @@ class World:
         return json.loads(data.decode())
 
     def broadcast_tensors(self, tensors: Iterable[Tensor], src: int = 0) -> None:
-        """Write the values of rank `src` into the tensors of every rank.
-
-        All must have the same types and shapes.
-        """
+        """Write the values of rank `src` into the tensors of every rank, which have the same types and shapes."""
         if self.size == 1:
             return
         for bucket in split_by_bytes(BUCKET_BYTES, [t.detach() for t in tensors if t.numel()]):
@@ -339,11 +300,15 @@ class World:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the collective calls. None is torch's default group."""
-        return None
+        is_default = self._membership is None or self._membership.is_launched
+        return None if is_default else self._membership.groups[0].group
 
     def new_group(self) -> GroupHandle:
         """A further process group of all ranks (gloo, tensors on the host). Every rank must call this."""
-        return GroupHandle(dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s)))
+        group = new_group("gloo", self.timeout_s)
+        if self._membership is not None:
+            self._membership.groups.append(group)
+        return group
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -372,33 +337,27 @@ class World:
                 torch.set_num_threads(threads_before)
 
     def _end_watch(self, error: BaseException | None) -> None:
-        """Called at the end of `watch`. Does nothing: `launch`, which made this world, closes it.
-
-        `GroupWorld`, which no launcher closes, overrides it.
-        """
-
-    def _running_heartbeat(self) -> Heartbeat | NoHeartbeat:
-        """The heartbeat. Raises a PeerError after `close`."""
-        if self._heartbeat is None:
-            raise PeerError("this rank has left the others: nothing can be exchanged after close()")
-        return self._heartbeat
+        """Pause the heartbeat, or after an error close the world. A launched one is closed by `launch`."""
+        if self._membership is None or self._membership.is_launched:
+            return
+        if error is None:
+            self._membership.pause_heartbeat()
+            return
+        # Frames of a failed call, which the error keeps alive, refer to the process group. Gloo closes its
+        # connections only when nothing refers to the group, and other ranks wait for that.
+        if isinstance(error, PeerError):
+            traceback.clear_frames(error.__traceback__)
+            if error.__cause__ is not None:
+                traceback.clear_frames(error.__cause__.__traceback__)
+        self.close(sentence(error))
 
     def close(self, error: str = "") -> None:
-        """Leave the other ranks. May be called twice.
+        """Leave the other ranks. May be called twice. A process group that somebody else has made stays open.
 
         error: Why this rank could not continue. The others read it. "": it ended in good order.
         """
-        heartbeat = self._heartbeat
-        if heartbeat is None:
-            return
-        self._heartbeat = None
-        heartbeat.stop(last_words(error))
-        if self._made_default_group and dist.is_initialized():
-            with suppress(RuntimeError):
-                destroy_group(None, broken=bool(self._lost))
-        if self._keeps_store:  # the store ends with this object, and the others still write to it
-            heartbeat.wait_for_others(LEAVE_S)
-        self._store = None
+        if self._membership is not None:
+            self._membership.close(error, broken=bool(self._lost))
 
     def _reduce(self, values: Sequence[float], operation: Any) -> list[float]:
         if self.size == 1:
@@ -424,7 +383,8 @@ class World:
         """
         if self._lost:
             raise PeerError(self._lost)
-        heartbeat = self._running_heartbeat()
+        assert self._membership is not None  # a process that is alone makes no collective calls
+        heartbeat = self._membership.running_heartbeat()
         heartbeat.exchanges += 1
         start_s = time.monotonic() if start_s is None else start_s
         try:
@@ -439,10 +399,7 @@ class World:
 
 
 def bytes_of_rows(rows: Tensor) -> Tensor:
-    """[n, bytes per row] uint8 over the memory of contiguous rows [n, ...].
-
-    All-to-all then takes rows of any type.
-    """
+    """[n, bytes per row] uint8 over the memory of contiguous rows [n, ...], so that all-to-all takes any type."""
     # `None`: rows that are single numbers, [n], become [n, 1].
     return rows[:, None].flatten(1).view(torch.uint8)
 
@@ -555,9 +512,7 @@ class _Seat(NamedTuple):
     """What a rank writes about itself into the store, as a JSON list, before it joins the process group."""
 
     size: int
-    """Number of ranks that it was started with."""
     node: int
-    """Number of its host."""
     cores: list[int]
     """Cores that it may run on, sorted. Empty if the system does not tell."""
     gpu: str
@@ -624,18 +579,12 @@ def _read_seat(rank: int, value: bytes, spec: RankSpec) -> _Seat:
 
 
 def gpu_identity(device: str) -> str:
-    """The UUID of a GPU.
-
-    Its number differs between processes that see different GPUs. "" if torch has no UUID.
-    """
+    """The UUID of a GPU, whose number may differ between processes. "" if torch has none."""
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def check_own_gpus(gpus: Sequence[str], advice: str) -> None:
-    """Refuse two ranks with the same GPU, with which NCCL would hang or fail.
-
-    gpus: `gpu_identity` of every rank, by rank. "" is compared with no other.
-    """
+    """Refuse two ranks with the same GPU, which NCCL cannot share. gpus: `gpu_identity` by rank; "" equals none."""
     first_with_gpu: dict[str, int] = {}
     for rank, gpu in enumerate(gpus):
         first_rank = first_with_gpu.setdefault(gpu, rank)
@@ -658,7 +607,7 @@ def _backend_environment(spec: RankSpec) -> dict[str, str]:
 def interface_towards(address: str, *, several_hosts: bool) -> str | None:
     """Name of the network interface by which this host reaches an address. None if it cannot be found out.
 
-    several_hosts: Whether ranks are on several hosts. A loopback interface is then no answer.
+    several_hosts: a loopback interface is then no answer.
     """
     try:
         # 9 is any port: only the address decides the route.
@@ -676,6 +625,30 @@ def interface_towards(address: str, *, several_hosts: bool) -> str | None:
     return None
 
 
+def new_group(backend: str, timeout_s: float) -> GroupHandle:
+    """A new process group of all ranks. Every rank must call this."""
+    variables: dict[str, str] = {}
+    if backend == "nccl":
+        variables["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a lost rank raises an error; by default it aborts the process
+    elif "gloo" not in distributed_c10d.get_backend_config():
+        # By default gloo resolves the host's own name, which may be an address that other hosts cannot
+        # reach. The address of the owner's store tells which network interface leads to them. If the
+        # owner's group uses gloo itself, its settings work as they are.
+        host = address_of(distributed_c10d._get_default_store()).rpartition(":")[0]
+        interface = interface_towards(host, several_hosts=True) if host else None
+        if interface:
+            variables["GLOO_SOCKET_IFNAME"] = interface
+    with defaults_in_environment(variables):
+        return GroupHandle(dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)))
+
+
+def address_of(store: dist.Store) -> str:
+    """HOST:PORT of a store that a process serves. "" for a store in files."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}" if isinstance(store, dist.TCPStore) else ""
+
+
 @contextmanager
 def defaults_in_environment(values: dict[str, str]) -> Generator[None]:
     """A context in which these environment variables are set, unless they were set before."""
@@ -688,23 +661,6 @@ def defaults_in_environment(values: dict[str, str]) -> Generator[None]:
             os.environ.pop(name, None)
 
 
-def destroy_group(group: dist.ProcessGroup | None, *, broken: bool) -> None:
-    """Destroy a process group. None: the default one and all others. broken: whether a rank is lost."""
-    abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
-    if broken and abort is not None and dist.get_backend(group) == "nccl":
-        abort(group)  # `destroy_process_group` would wait for collective calls that never end
-    else:
-        dist.destroy_process_group(group)
-
-
-def last_words(error: str) -> str:
-    """The last message of a rank in its heartbeat: at most 500 characters of its error.
-
-    error: "" if it ended in good order.
-    """
-    return f"error {error[:500]}" if error else "left"
-
-
 def sentence(error: BaseException) -> str:
     """The type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
@@ -712,9 +668,6 @@ def sentence(error: BaseException) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error of torch, without the source location before it.
-
-    At most 160 characters.
-    """
+    """At most 160 characters of the first line of an error of torch, without the source location before it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rpartition("] ")[2].rstrip(". ")[:160] or type(error).__name__

@@ -266,7 +266,6 @@ class Recorder(LayerHooks):
         return h.clone() if self.keeps_gradients else h
 
     def record(self, l: int, h: Tensor) -> None:
-        """Keep rows after layer `l`."""
         self.rows[l] = h
         if self.keeps_gradients and h.requires_grad:
             h.retain_grad()
@@ -338,7 +337,6 @@ class Layers(Generic[C]):
         self.keep = keep
         self.device = rows.device
         self.last = model.num_layers - 1
-        """The last layer."""
         self._encoded: dict[int, Tensor | None] = {}
         """The destinations' encoded rows by piece number, if the plan has `encodes_once`."""
 

@@ -30,7 +30,6 @@ from hopline.util.config import CHANGES_TRAINING, kind_of
 from hopline.util.host import process_bytes
 
 PROBED_FANOUT = 10
-"""Fan-out of the batches whose steps are measured."""
 MAX_TRIED_BUDGETS = 5
 """Most budgets that are tried before an error names one."""
 FOLDER = Path("tables")
@@ -150,10 +149,7 @@ def _find_plan(method: Method, outline: RunOutline, budget: Budget) -> Plan:
 
 
 def _raise_limits(budget: Budget, limits: Mapping[Place, int], outline: RunOutline) -> Budget:
-    """The budget with these limits in place of its own.
-
-    On a CPU the limit of the host is that of the device too.
-    """
+    """The budget with these limits in place of its own. On a CPU the host's limit is that of the device too."""
     settings = {place: str(limit) for place, limit in limits.items()}
     if "host" in settings and outline.compute_place == "host":
         settings["device"] = settings["host"]
@@ -169,10 +165,7 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
-    """The library's other methods with their default settings; some a second time, with tables in files.
-
-    method: the method to leave out.
-    """
+    """The library's methods but `method`, with their default settings; some a second time, with tables in files."""
     methods: list[Method] = [Sampled()]
     if isinstance(outline.model, GNN):
         methods += [Historical(), FullBatch(), Historical(folder=FOLDER), FullBatch(folder=FOLDER)]
@@ -181,7 +174,6 @@ def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
 
 
 def settings_to_type(method: Method) -> str:
-    """The settings that choose a method, as a user types them."""
     folder = getattr(method, "folder", None)
     folder_setting = "" if folder is None else f" method.folder={folder}"
     return f"method={kind_of(type(method))}{folder_setting}"

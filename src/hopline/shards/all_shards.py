@@ -39,7 +39,6 @@ class RowsOfShards(Shareable, Table):
         self.tables = list(tables)
         self.position = position
         self.stops = list(accumulate(len(table) for table in tables))
-        """By shard: the position after its last row."""
 
     def __reduce__(self) -> tuple[object, ...]:
         others = {"tables": self.tables, "stops": self.stops}

@@ -116,7 +116,6 @@ class ShardedData(Dataset):
 
     @property
     def num_edges(self) -> int:
-        """Edges of all shards."""
         return self.shard.num_edges
 
     @property
@@ -126,7 +125,6 @@ class ShardedData(Dataset):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's shard."""
         return self.shard.num_bytes
 
     def map_features(self, function: Callable[[Table], Table]) -> ShardedData:
@@ -151,11 +149,7 @@ T = TypeVar("T", bound=Dataset)
 
 
 def copy_with(data: T, fields: dict[str, Any]) -> T:
-    """A copy of a dataset in shards with other labels, another task, other classes or another `meta`.
-
-    Raises:
-        ValueError: `fields` has tables or a graph, which are in the files of the shards.
-    """
+    """A copy of a dataset in shards with other labels, another task, other classes or another `meta`."""
     if "tables" in fields or "graph" in fields:
         raise refuse_change(data)
     copied = copy.copy(data)

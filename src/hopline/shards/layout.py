@@ -36,9 +36,7 @@ class ShardLayout:
     """The in-edges of a shard's own nodes, one part per round, and the rows that travel in each round."""
 
     rank: int
-    """The number of this shard."""
     num_shards: int
-    """The number of shards."""
     ptr: Tensor
     """[num_shards + 1] int64: shard s owns the positions ptr[s] .. ptr[s + 1] - 1."""
     own_ids: Tensor
@@ -221,11 +219,7 @@ def _split_by_pair(graph: Graph, partition: Partition) -> list[list[_Pair]]:
 
 
 def _make_part(graph: Graph, edges: Tensor, src_idx: Tensor, dst: Tensor, num_dst: int) -> Part:
-    """A part of some of the graph's edges.
-
-    edges: [n] int64, their positions in the graph's edge arrays, sorted by destination.
-    src_idx, dst: [n] int64, their sources and destinations.
-    """
+    """A part of the graph's edges [n] int64, sorted by destination, with these sources and destinations."""
     indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
     torch.cumsum(torch.bincount(dst, minlength=num_dst), 0, out=indptr[1:])
     return Part(indptr, src_idx.int(), {name: rows[edges] for name, rows in graph.edge.items()}, edges)

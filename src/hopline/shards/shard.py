@@ -47,7 +47,6 @@ ADVICE = "cut the dataset again by `hopline partition`"
 
 
 def shard_name(rank: int) -> str:
-    """The name of a shard's folder within the folder of all shards."""
     return f"shard-{rank}"
 
 
@@ -175,11 +174,7 @@ class Shard:
         return self.y
 
     def rows_of(self, ids: Tensor) -> Tensor:
-        """[n] int64: the local rows of some own nodes, given by their ids.
-
-        Raises:
-            ValueError: One of the nodes is not in this shard.
-        """
+        """[n] int64: the local rows of some own nodes, given by their ids."""
         # The clamp keeps an id beyond the largest inside the array; the comparison below then refuses it.
         rows = torch.searchsorted(self.nodes, ids).clamp(max=self.num_own - 1)
         if not torch.equal(self.nodes[rows], ids):
@@ -229,9 +224,6 @@ def read_shard_record(folder: str | os.PathLike[str]) -> tuple[Path, Manifest, d
 
     The record has "version", "cut", "num_shards", "num_nodes" and "num_edges". That of one shard has "rank"
     too.
-
-    Raises:
-        ValueError: It is no such folder, or of another version.
     """
     path = existing(Path(folder).expanduser())
     if not path.is_dir():
@@ -329,7 +321,6 @@ def _layout(arrays: dict[str, Tensor], edge: dict[str, Tensor], rank: int, num_s
     """The layout, with slices of the mapped arrays as parts. Reads nothing of the size of the edges."""
 
     def part_from(shard: int) -> Part:
-        """The edges whose sources a shard owns."""
         numbers = slice(int(arrays["part_ptr"][shard]), int(arrays["part_ptr"][shard + 1]))
         edge_rows = {name: array[numbers] for name, array in edge.items()}
         return Part(arrays["part_indptr"][shard], arrays["src_idx"][numbers], edge_rows, arrays["edge_ids"][numbers])
@@ -356,11 +347,7 @@ def _layout(arrays: dict[str, Tensor], edge: dict[str, Tensor], rank: int, num_s
 
 
 def check_fits(shard: Shard, channel: Channel) -> None:
-    """Refuse a shard that does not belong to this rank, before the first batch. Collective.
-
-    Raises:
-        ValueError: There are more or fewer shards than ranks, the shard is another rank's, or cuts differ.
-    """
+    """Refuse a shard that does not belong to this rank, before the first batch. Collective."""
     if shard.num_shards != channel.size:
         join_advice = ", or open all of them by hl.shards.join(folder)" if channel.size == 1 else ""
         raise ValueError(

@@ -209,11 +209,7 @@ class LocalTransport(Transport):
         return list(halo_masks)
 
     def count_read(self, k: int, kind: str, part: Sequence[Tensor]) -> None:
-        """Count the rows of part k that its edges read.
-
-        All rows of a tensor have equally many bytes, so the first `num_read(k)` rows stand for those that are
-        read.
-        """
+        """Count the rows of part k that its edges read. All rows have equally many bytes: the first stand for them."""
         self.count(kind, [t[: self.layout.num_read(k)] for t in part])
 
     def _count_all(self, rows: Tensor, kind: str) -> None:
@@ -261,7 +257,6 @@ class P2PTransport(Transport):
                 "start as many ranks as there are shards"
             )
         self.on_host = dist.get_backend(self.group) == "gloo"
-        """Whether messages must be in host memory."""
 
     @property
     def group(self) -> Any:
@@ -390,11 +385,9 @@ class _PostedGradients(NamedTuple):
     """Messages of one round of gradients."""
 
     k: int
-    """The round."""
     received: list[Tensor]
     """By tensor: [number of rows sent in round k, ...], to be filled with their gradients."""
     works: list[Any]
-    """Handles with `wait()`."""
 
 
 class P2PReturn:
@@ -408,7 +401,6 @@ class P2PReturn:
         self.part_buffers: list[Tensor] = []
         """The buffers of the part at hand, until they are pushed."""
         self.in_transfer = deque[_PostedGradients]()
-        """Oldest first."""
 
     def buffers(self, k: int) -> list[Tensor]:
         if k == 0:

@@ -180,7 +180,6 @@ class _RowFiles:
         self._templates: dict[str, Tensor] = {}
         """By array: a tensor without rows, in the dtype and row shape of the array."""
         self._sizes: dict[str, list[int]] = {}
-        """By array and receiver: the number of rows."""
         folder.mkdir(exist_ok=True)
 
     def deal(self, name: str, rows: Tensor, ptr: Tensor) -> None:
@@ -211,11 +210,9 @@ class _RowFiles:
             return torch.from_file(path, shared=False, size=shape.numel(), dtype=template.dtype).view(shape)
 
     def names(self) -> set[str]:
-        """The names of all arrays."""
         return set(self._templates)
 
     def delete(self, name: str, receiver: int) -> None:
-        """Delete the file of one receiver."""
         self._path(name, receiver).unlink(missing_ok=True)
 
     def _path(self, name: str, receiver: int) -> Path:
@@ -242,7 +239,6 @@ class _ShardWriter:
         the local row. Positions that the shard does not read hold leftovers of earlier shards."""
         self.scratch = scratch
         self.row_files = _RowFiles(scratch / "dealt", self.num_shards)
-        """One receiver per shard."""
 
     # ---- one scan over everything
 
@@ -447,8 +443,7 @@ class _ShardWriter:
 def _positions(partition: Partition) -> Tensor:
     """[num_nodes] int32 or int64: each node's position.
 
-    `partition.position` has the same values, but is a cached property. It would stay in memory as long as the
-    partition does, and so would `partition.order`, from which it is computed.
+    `partition.position` has the same values, but would stay in memory as long as the partition does.
     """
     _, order = ops.group_by_key(partition.part_of, partition.num_parts)
     position = torch.empty(order.numel(), dtype=index_dtype(order.numel()))

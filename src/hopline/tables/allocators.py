@@ -113,10 +113,7 @@ class DeviceOrPinnedMemory(Allocator):
         self.max_device_bytes = max_device_bytes
 
     def new(self, name: str, layer: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Allocate the table of a layer, without clearing it.
-
-        Inference reads no row that it has not written, and clearing would take a GPU time.
-        """
+        """Not cleared: inference reads no row that it has not written, and clearing would take a GPU time."""
         if self._fits(torch.Size(shape).numel() * dtype.itemsize):
             return torch.empty(shape, dtype=dtype, device=self.device)
         table = torch.empty(shape, dtype=dtype)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hopline.core.graph import Graph
 from hopline.device import pinned
+from hopline.device.meter import find_device
 from hopline.tables.base import Table
 from hopline.tables.gpu_cache import TieredTable
 from hopline.tables.hot_rows import access_probability, hottest, out_degrees
@@ -30,7 +31,6 @@ from hopline.tables.ram_cache import CachedTable
 from hopline.util.config import parse_size
 
 ORDERS = ("degree", "access", "observed")
-"""Names that `order` may have."""
 
 
 def table(
@@ -107,17 +107,6 @@ def table(
     return TieredTable(below, ids[:num_device_rows].clone(), target, observe=observe)
 
 
-def check_cuda(device: torch.device) -> None:
-    """Raise a `ValueError` if `device` is a GPU that this machine does not have."""
-    if device.type != "cuda":
-        return
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={str(device)!r}, but there is no CUDA device here: use device='cpu'")
-    if device.index is not None and device.index >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise ValueError(f"device={str(device)!r}, but there are {count} GPUs here: choose from 0 to {count - 1}")
-
-
 def _device(device: Any, devices: Sequence[Any] | None) -> torch.device:
     """The device of the table's copies, from the arguments `device` and `devices` of `table`."""
     if devices is not None and not devices:
@@ -125,9 +114,7 @@ def _device(device: Any, devices: Sequence[Any] | None) -> torch.device:
     if device is not None and devices is not None:
         raise ValueError("give device= or devices=, not both")
     names = devices or ([] if device is None else [device])
-    targets = [_parse_device(name) for name in names]
-    for target in targets:
-        check_cuda(target)
+    targets = [find_device(f"cuda:{name}" if isinstance(name, int) else str(name)) for name in names]
     if len({target.type for target in targets}) > 1:
         raise ValueError(f"devices={list(devices or [])} are of several kinds: name GPUs only, or ['cpu']")
     if len(targets) == 1:
@@ -135,10 +122,6 @@ def _device(device: Any, devices: Sequence[Any] | None) -> torch.device:
     if targets:
         return torch.device(targets[0].type)  # without an index: each process reads on its own GPU
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _parse_device(device: Any) -> torch.device:
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 def _as_table(x: Any) -> Table:

@@ -66,12 +66,7 @@ class RowReader(ABC):
         return self.rows(l, positions).to(like.device, like.dtype)
 
     def read_subset(self, l: int, positions: Tensor, idx: Tensor, like: Tensor) -> Tensor:
-        """The rows at `positions[idx]` after layer `l`, on the device and in the dtype of `like`.
-
-        positions: all positions that a batch reads. Prefetched rows are found by this tensor itself, not by
-            its values.
-        idx: [k] int64 on the host.
-        """
+        """The rows at positions[idx], idx [k] int64 on the host. Prefetched rows are found by `positions` itself."""
         return self.read(l, positions[idx], like)
 
 
@@ -139,10 +134,7 @@ class Histories(LayerTables, RowReader):
         return PrefetchedRows(self, positions, device_positions, pulled)
 
     def in_place(self, l: int, device: torch.device, dtype: torch.dtype) -> TensorTable | None:
-        """The table of layer `l` if a conv may read it directly.
-
-        None with a mover, because pushes may be on their way.
-        """
+        """The table of layer `l` if a conv may read it directly. None with a mover: pushes may be on their way."""
         return super().in_place(l, device, dtype) if self.mover is None else None
 
     def rows(self, l: int, positions: Tensor) -> Tensor:

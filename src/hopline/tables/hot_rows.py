@@ -91,10 +91,7 @@ def access_probability(graph: Graph, fanouts: Sequence[int], train_ids: Tensor, 
 
 
 def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list[int]]:
-    """The fan-outs of the hops `first` .. `last` - 1, grouped by pairs of layers for which a node draws once.
-
-    Pairs are counted from the last hop, so the first group may be a single fan-out.
-    """
+    """The fan-outs of hops `first` .. `last` - 1 by pairs of layers that draw once, counted from the last hop."""
     pairs: dict[int, list[int]] = {}
     for hop in range(first, last):
         pairs.setdefault((len(fanouts) - 1 - hop) // 2, []).append(fanouts[hop])
@@ -102,10 +99,7 @@ def _pairs_of_layers(fanouts: Sequence[int], first: int, last: int) -> list[list
 
 
 def _miss_probability(degrees: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
-    """[num_nodes] float32: the probability that a given in-edge of a node is drawn for no group of layers.
-
-    groups: the fan-outs of the layers for which a node draws once.
-    """
+    """[num_nodes] float32: the probability that an in-edge is drawn for none of these groups of layers' fan-outs."""
     missed = torch.ones_like(degrees)
     for group in groups:
         missed *= 1 - _draw_probability(degrees, group)
@@ -113,20 +107,14 @@ def _miss_probability(degrees: Tensor, groups: Sequence[Sequence[int]]) -> Tenso
 
 
 def _draw_probability(degrees: Tensor, fanouts: Sequence[int]) -> Tensor:
-    """[num_nodes] float32: the probability that a given in-edge of a node is among those drawn.
-
-    A fan-out of -1 takes all in-edges.
-    """
+    """[num_nodes] float32: the probability that an in-edge is among those drawn. A fan-out of -1 takes all."""
     if min(fanouts) < 0:
         return torch.ones_like(degrees)
     return (max(fanouts) / degrees).clamp(max=1.0)
 
 
 def add_to_sources(graph: Graph, values: Tensor) -> Tensor:
-    """[num_nodes] int64: at each node, the sum of `values` over the nodes that its out-edges lead to.
-
-    values: [num_nodes] int64 on the graph's device.
-    """
+    """[num_nodes] int64: at each node, the sum of `values` [num_nodes] over the nodes that its out-edges lead to."""
     indptr = graph.indptr.to(graph.indices.device)
     if indptr.device.type == "cpu":
         return cpu_partition.add_to_sources(indptr, graph.indices, values)

@@ -101,7 +101,7 @@ class LayerTables:
         write_rows(self.table(l, rows), at, rows)
 
     def sums(self, l: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Zeros to which gradients at the rows after layer `l` are added, in the place of the tables.
+        """Zeros, in the place of the tables, to which gradients at the rows after layer `l` are added.
 
         They may reuse the memory of an earlier call for the layer, which must not be used any more.
         """

@@ -2,9 +2,9 @@
 
     training thread (first rank)                                 evaluation thread
 
-    after_epoch: copy the weights into a `WeightsBuffer`
-                 append a `Snapshot` to `waiting.snapshots`
-    _serve_thread: submit(epoch, buffer)  -- _requests -->       load the weights into its copy of the model
+    after_epoch: append a `Snapshot` of the weights
+                 to `waiting.snapshots`
+    _serve_thread: submit(snapshot)       -- _requests -->       load the weights into its copy of the model
                    results()              <-- _answers --        measure the validation split
     _collect: broadcast what is ready to all ranks
               act on it in the order of the epochs
@@ -22,7 +22,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -33,7 +33,6 @@ from torch import Tensor
 from hopline import ops
 from hopline.contract import Job
 from hopline.device import streams
-from hopline.device.snapshots import copy_weights
 from hopline.inference.captured_forward import CapturedInferences, PendingInference
 from hopline.nn.attributes import copy_attributes, fixed_parts_of, set_attributes
 from hopline.nn.gnn import GNN
@@ -61,42 +60,14 @@ class _Cancelled(Exception):
 
 
 class EvaluationError(RuntimeError):
-    """Raised in the training thread if an asynchronous evaluation failed.
-
-    Its cause is the original error.
-    """
-
-
-class WeightsBuffer:
-    """Memory for the weights of one epoch, on the device of the model. Later epochs fill it again."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        """state: a `state_dict` of the model, for the shapes and the device."""
-        self.weights = copy_weights(state)
-        """The weights, by their names in the `state_dict`. Those of `get_extra_state` need be no tensors."""
-        self.attributes: Mapping[str, Any] = {}
-        """The attributes of the model that go with the weights (`nn.attributes`)."""
-        self.filled: torch.cuda.Event | None = None
-        """On a GPU: an event after the copy, for streams that read the buffer. The host does not wait."""
-
-    def fill(self, state: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
-        """Copy the weights of a `state_dict`, which may lie on another device. `attributes` are kept as they are."""
-        self.attributes = attributes
-        names = [name for name, value in self.weights.items() if isinstance(value, Tensor)]
-        extra = {name: value for name, value in state.items() if name not in names}
-        self.weights |= copy_weights(extra)
-        buffers = [self.weights[name] for name in names]
-        # One call for all tensors, which on a GPU is a few kernels instead of one per tensor.
-        torch._foreach_copy_(buffers, [state[name] for name in names])
-        if buffers[0].is_cuda:
-            self.filled = torch.cuda.current_stream(buffers[0].device).record_event()
+    """Raised in the training thread if an asynchronous evaluation failed. Its cause is the original error."""
 
 
 class _Request(NamedTuple):
     """One evaluation that the thread is to do."""
 
     epoch: int
-    source: WeightsBuffer | PendingInference
+    source: Snapshot | PendingInference
     """Weights to evaluate, or outputs that a replayed CUDA graph is computing from them already."""
 
 
@@ -104,7 +75,7 @@ class EvaluationThread:
     """A thread that evaluates weights in the order in which they are submitted.
 
     It owns a copy of the model, and on a GPU a stream. One other thread, the one that trains, calls all
-    public methods. A buffer that was submitted belongs to the evaluation thread until its result has come.
+    public methods.
 
     On a CPU the thread has a lower priority than training, and hopline's kernels use no other thread. If
     all convs are fused, torch's operations use no other thread either: their results do not depend on the
@@ -142,10 +113,7 @@ class EvaluationThread:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `submit` may be called.
-
-        If not, `prepare` must be called first, when no evaluation is pending.
-        """
+        """Whether `submit` may be called. If not, `prepare` must come first, when no evaluation is pending."""
         return self._captured_inference is None or not self._captured_inference.is_due
 
     @property
@@ -164,19 +132,19 @@ class EvaluationThread:
             self._captured_inference.capture(self._stream)
             self._labels = self._measure.labels(self._job)
 
-    def submit(self, epoch: int, buffer: WeightsBuffer) -> None:
-        """Evaluate the weights in a buffer, which must not change until the result has come.
+    def submit(self, snapshot: Snapshot) -> None:
+        """Evaluate the weights of a snapshot, which must not change until the result has come.
 
         A captured evaluation is launched here, in the training thread. Two threads that launch kernels
         would take turns in Python's interpreter.
         """
         pending = None
-        if hash_of(buffer.attributes) != self._attributes_hash:
+        if hash_of(snapshot.attributes) != self._attributes_hash:
             # Numbers that a module reads in Python are part of the captured graph.
             self._captured_inference = None
         if self._captured_inference is not None:
-            pending = self._captured_inference.launch(buffer.weights, buffer.filled, self._stream)
-        self._requests.put(_Request(epoch, source=buffer if pending is None else pending))
+            pending = self._captured_inference.launch(snapshot.weights, snapshot.copied, self._stream)
+        self._requests.put(_Request(snapshot.epoch, source=snapshot if pending is None else pending))
 
     def results(self, *, wait: bool = False) -> list[Evaluation]:
         """The evaluations that have ended since the last call. wait: whether to wait for at least one.
@@ -259,12 +227,12 @@ class EvaluationThread:
                 self._answers.put(failure)
                 return
 
-    def _evaluate(self, buffer: WeightsBuffer) -> tuple[dict[str, float], float]:
-        """Load the weights of a buffer, and evaluate them. Returns (metrics, seconds)."""
+    def _evaluate(self, snapshot: Snapshot) -> tuple[dict[str, float], float]:
+        """Load the weights of a snapshot, and evaluate them. Returns (metrics, seconds)."""
         started = time.perf_counter()
-        with self._stream_after(buffer):
-            self._job.module.load_state_dict(buffer.weights)
-            set_attributes(self._job.module, buffer.attributes)
+        with self._stream_after(snapshot):
+            self._job.module.load_state_dict(snapshot.weights)
+            set_attributes(self._job.module, snapshot.attributes)
             metrics = self._measure(self._job)
         return metrics, time.perf_counter() - started
 
@@ -281,14 +249,14 @@ class EvaluationThread:
         return metrics, on_gpu_s + time.perf_counter() - scores_came
 
     @contextmanager
-    def _stream_after(self, buffer: WeightsBuffer) -> Iterator[None]:
-        """On a GPU: a context of the evaluation stream, which waits for the weights in the buffer."""
-        if buffer.filled is None:
+    def _stream_after(self, snapshot: Snapshot) -> Iterator[None]:
+        """On a GPU: a context of the evaluation stream, which waits for the weights of the snapshot."""
+        if snapshot.copied is None:
             yield
             return
         # The lock: a capture in another thread fails if this thread synchronises with the device meanwhile.
         with streams.capture_lock, torch.cuda.device(self._job.device), torch.cuda.stream(self._stream):
-            self._stream.wait_event(buffer.filled)
+            self._stream.wait_event(snapshot.copied)
             yield
 
 
@@ -307,10 +275,6 @@ class AsyncEvaluator(Evaluator):
         exact = trainer.settings.inference == "exact"
         # `CapturedInferences` of its own: the thread replays CUDA graphs while training may evaluate too.
         self.measure = replace(trainer.measure, exact=exact, show=False, captured=CapturedInferences())
-        self.buffers: dict[int, WeightsBuffer] = {}
-        """By epoch: the memory of its snapshot."""
-        self.free_buffers: list[WeightsBuffer] = []
-        """Buffers to fill again: the results of their weights were acted on."""
         self.thread: EvaluationThread | None = None
         """On the first rank, from `begin` to `__exit__`, if there is anything to evaluate."""
         self.submitted: set[int] = set()
@@ -333,8 +297,6 @@ class AsyncEvaluator(Evaluator):
             if self.thread is not None:
                 self.thread.close()
             self.thread = None
-            self.buffers.clear()
-            self.free_buffers.clear()
 
     @property
     def can_help(self) -> bool:
@@ -394,14 +356,8 @@ class AsyncEvaluator(Evaluator):
             )
 
     def _take_snapshot(self, live: Snapshot) -> None:
-        """Append a snapshot to those that wait, with its weights copied into a buffer."""
-        if self.free_buffers:
-            buffer = self.free_buffers.pop()
-        else:
-            buffer = WeightsBuffer(self.trainer.model.state_dict())
-        buffer.fill(live.weights, live.attributes)
-        self.buffers[live.epoch] = buffer
-        self.waiting.snapshots.append(replace(live, weights=buffer.weights))
+        """Append a snapshot to those that wait, with copies of its weights."""
+        self.waiting.snapshots.append(live.copy_to(self.trainer.device))
         self._serve_thread()
 
     def _serve_thread(self, *, wait: bool = False) -> None:
@@ -419,7 +375,7 @@ class AsyncEvaluator(Evaluator):
         # Below 0 when `max_pending` has fallen to 1 while two evaluations are pending.
         num_free = self.thread.max_pending - len(self.submitted) if self.thread.is_ready else 0
         for snapshot in self._unstarted()[: max(0, num_free)]:
-            self.thread.submit(snapshot.epoch, self.buffers[snapshot.epoch])
+            self.thread.submit(snapshot)
             self.submitted.add(snapshot.epoch)
 
     def _unstarted(self) -> list[Snapshot]:
@@ -470,13 +426,12 @@ class AsyncEvaluator(Evaluator):
         self.results[snapshot.epoch] = Evaluation(epoch=snapshot.epoch, split="valid", metrics=metrics, seconds=seconds)
 
     def _act_on_oldest(self, evaluations: Sequence[Evaluation]) -> None:
-        """Act on the results of the oldest snapshots, one by one, and free their buffers."""
+        """Act on the results of the oldest snapshots, one by one."""
         for evaluation in evaluations:
             snapshot = self.waiting.snapshots.popleft()
             assert evaluation.epoch == snapshot.epoch
             self.results.pop(snapshot.epoch, None)
             self.act_on(evaluation, snapshot)
-            self.free_buffers.append(self.buffers.pop(snapshot.epoch))
 
 
 def check_async(trainer: Trainer) -> None:

@@ -58,17 +58,11 @@ class KeepWeights(Callback):
         self.save_last(trainer)
 
     def save_last(self, trainer: Trainer) -> None:
-        """Write the weights that the model has now as last.pt."""
         if self.folder is not None:
             self._save("last.pt", trainer.model.state_dict())
 
     def restore(self, trainer: Trainer, last_epoch: int) -> int:
-        """Load the best weights into the model. Returns their epoch.
-
-        Without validation the weights that the model has are the best, and become best.pt.
-
-        last_epoch: the epoch of the weights that the model has.
-        """
+        """Load the best weights into the model, and return their epoch. Without validation they are the last ones."""
         if self.best is None:
             self._save("best.pt", trainer.model.state_dict())
             return last_epoch

@@ -173,10 +173,7 @@ class Run:
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds with about three digits.
-
-    Always in seconds, because lines of epochs are compared with each other.
-    """
+    """About three digits, always in seconds, because lines of epochs are compared with each other."""
     if seconds < 10:
         return f"{seconds:.2f} s"
     if seconds < 100:

@@ -53,13 +53,11 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 FILE = "checkpoint.pt"
-"""Name of the checkpoint in a run folder."""
 FORMAT = 2
 """Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
 """Largest share of the time of a run that writing checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
-"""First word of the file."""
 
 
 def snapshot(trainer: Trainer) -> dict[str, Any]:
@@ -116,10 +114,7 @@ def _rank_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[str, Any]]:
-    """On the first rank: the states of all ranks, by rank.
-
-    An empty list on other ranks, and if all are empty.
-    """
+    """On the first rank: the states of all ranks, by rank. An empty list on other ranks, and if all are empty."""
     world = trainer.world
     # The usual sum, `Gradients` itself, has no state on any rank. Then no collective call is needed.
     if type(trainer.gradients) is Gradients or not world.any(bool(state)):
@@ -192,11 +187,7 @@ def restore(trainer: Trainer, state: Mapping[str, Any]) -> None:
 
 
 def _rank_loss_sum(sums: Tensor, world: World) -> float:
-    """This rank's part of the loss sum of the epoch so far.
-
-    sums: [] or [num_ranks], one number per rank that wrote the checkpoint. If the number of ranks has
-    changed, the first rank gets all of it.
-    """
+    """This rank's part of the loss sum of the epoch. sums: by rank; with another number of ranks the first gets all."""
     if sums.numel() == world.size:
         return float(sums.view(-1)[world.rank])
     return float(sums.sum()) if world.rank == 0 else 0.0
@@ -244,17 +235,11 @@ def read_together(path: Path, world: World) -> dict[str, Any] | None:
     return parse(received.numpy().tobytes(), path)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The state in a checkpoint file. Its checksum is compared first, and nothing in it is executed."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror or error}): check the path") from error
-    return parse(content, path)
-
-
 def parse(content: bytes, path: Path) -> dict[str, Any]:
-    """The state in the bytes of a checkpoint file. path: for messages."""
+    """The state in the bytes of a checkpoint file. Its checksum is compared first, and nothing in it is executed.
+
+    path: for messages.
+    """
     header, _, payload = content.partition(b"\n")
     words = header.split()
     if len(words) != 3 or words[0] != _MAGIC:
@@ -341,10 +326,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
-    """Refuse a checkpoint of another run, and name the first fact that differs.
-
-    stored, ours: what `identity` returned for the checkpoint and for this run.
-    """
+    """Refuse a checkpoint of another run, and name the first fact that differs. stored, ours: of `identity`."""
     for key, value in ours.items():
         if key == "code":  # compared last: differences of settings are easier to read
             continue
@@ -405,7 +387,6 @@ def _check_code(stored: Mapping[str, Mapping[str, str]], ours: Mapping[str, Mapp
 
 
 def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
-    """The first name whose values differ, or that only one of the two has."""
     return next(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
 
 
@@ -452,7 +433,6 @@ class Checkpoints:
         self.last_write_s = time.monotonic()
         """Reading of `time.monotonic` when the last checkpoint was written, or training began."""
         self.write_duration_s = 0.0
-        """Seconds that writing the last checkpoint took."""
 
     def __enter__(self) -> Self:
         self.signals = Signals()
@@ -467,10 +447,7 @@ class Checkpoints:
             self.signals.__exit__(kind, error, where)
 
     def find(self, trainer: Trainer) -> dict[str, Any] | None:
-        """The checkpoint to resume from. None if there is none, or if resume=true is not set.
-
-        A checkpoint of another run raises a ValueError.
-        """
+        """The checkpoint to resume from. None without one, or without resume=true. One of another run is refused."""
         if not self.settings.resume:
             return None
         state = None if self.path is None else read_together(self.path, self.world)
@@ -529,10 +506,7 @@ class Checkpoints:
 
     @property
     def interval_s(self) -> float:
-        """Seconds between checkpoints: as set, or more if writing one takes too large a share of them.
-
-        0: one after every step.
-        """
+        """Seconds between checkpoints: as set, or more if writing one takes too long. 0: one after every step."""
         requested_s = self.settings.checkpoint_s
         if requested_s == 0:
             return 0.0

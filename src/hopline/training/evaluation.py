@@ -49,7 +49,6 @@ class Measure:
     exact: bool = True
     """Whether inference uses every edge. Otherwise the method samples them, if it can."""
     show: bool = False
-    """Whether to show progress."""
     chunk_bytes: int | None = None
     """Most bytes that a chunk of exact inference, or a sampled batch, may take. None: no budget."""
     rows_on_disk: bool = False

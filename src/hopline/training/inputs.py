@@ -58,7 +58,6 @@ NUM_SAMPLED_ROWS = 64
 
 
 def check_keywords(trainer: type, settings: Mapping[str, Any]) -> None:
-    """Refuse keyword arguments that neither a Trainer nor its settings have."""
     parameters = inspect.signature(trainer).parameters.values()
     keywords = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     check_names("Trainer", settings, [*keywords, *(field.name for field in fields(TrainSettings))], KEYWORDS_ELSEWHERE)
@@ -183,10 +182,7 @@ def check_gradients(gradients: Gradients | CombineGradients | None, method: Meth
 
 
 def _takes_two_arguments(function: CombineGradients) -> bool:
-    """Whether a function can be called with two arguments.
-
-    True if its signature is unknown, as of some built-ins.
-    """
+    """Whether a function can be called with two arguments. True if its signature is unknown, as of some built-ins."""
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
@@ -199,10 +195,7 @@ def _takes_two_arguments(function: CombineGradients) -> bool:
 def check_optimizer(
     optimizer: str | torch.optim.Optimizer | MakeOptimizer, settings: Mapping[str, Any]
 ) -> OwnOptimizer | None:
-    """The user's optimizer. None for a name, which is one of the settings.
-
-    settings: those that the user gave.
-    """
+    """The user's optimizer. None for a name, which is one of the settings. settings: those that the user gave."""
     torch_classes = {name.lower(): name for name in torch.optim.__all__}
     if isinstance(optimizer, str):
         if optimizer.lower() in torch_classes and optimizer not in ("adam", "adamw", "sgd"):

@@ -61,7 +61,6 @@ class Scheduler:
             self._warmup = LinearLR(optimizer, start_factor=1 / (spec.warmup + 1), total_iters=spec.warmup)
 
     def _schedulers(self) -> dict[str, LRScheduler]:
-        """Torch's schedulers that are in use, by their names in a checkpoint."""
         schedulers = {"plateau": self._plateau, "by_epoch": self._by_epoch, "warmup": self._warmup}
         return {name: scheduler for name, scheduler in schedulers.items() if scheduler is not None}
 
@@ -70,10 +69,7 @@ class Scheduler:
         return {"epoch": self.epoch, **states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state.
-
-        If the run now has another number of epochs, its rates are those of a run of that number.
-        """
+        """Resume from a state. With another number of epochs, rates are those of a run of that number."""
         self.epoch = state["epoch"]
         # Loading a state overwrites `T_max`, the length of the cosine, so the new one is read before.
         cosine = self._by_epoch if isinstance(self._by_epoch, CosineAnnealingLR) else None

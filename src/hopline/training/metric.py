@@ -40,7 +40,6 @@ class RunMetric:
         self.given_mode: Mode | None = mode
         self.overrides_evaluate = overrides_evaluate
         self.is_own = task.test_step is not None or overrides_evaluate
-        """Whether code of the user computes the metrics."""
         self.is_known = not self.is_own
         """Whether `name` is the metric that evaluations give."""
         if mode is not None and mode not in get_args(Mode):
@@ -68,7 +67,6 @@ class RunMetric:
         return mode
 
     def _mode(self) -> Mode | None:
-        """What the name tells, or the task if it is its metric."""
         return mode_of(self.name) if self.is_own else self.task.mode(self.name)
 
     def score(self, metrics: Mapping[str, float]) -> float:

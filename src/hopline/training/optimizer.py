@@ -36,7 +36,6 @@ MAX_SEEN_KEYS = 64
 
 
 Decays = Sequence[tuple[Sequence[nn.Parameter], float]]
-"""Lists of parameters, each with its weight decay."""
 
 
 def make_optimizer(kind: str, decays: Decays, lr: float) -> torch.optim.Optimizer:
@@ -199,17 +198,11 @@ class Update:
                 )
 
     def _trained_parameters(self) -> list[Tensor]:
-        """The parameters that the optimizer steps now.
-
-        Asked each time, since a callback may have added some.
-        """
+        """The parameters that the optimizer steps. Asked each time, since a callback may have added some."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def clear(self) -> None:
-        """Drop the gradients of all parameters of the model.
-
-        Backward fills all of them, the optimizer may step only some: `optimizer.zero_grad` is not enough.
-        """
+        """Drop the gradients of all parameters of the model, of which the optimizer may step only some."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -232,11 +225,9 @@ class Update:
 
     @property
     def num_graphs(self) -> int:
-        """The number of steps that are captured."""
         return sum(captured.graph is not None for captured in self.captured.values())
 
     def _run(self) -> None:
-        """Clip and step, kernel by kernel."""
         if self.clip_norm is not None:
             nn.utils.clip_grad_norm_(self._trained_parameters(), self.clip_norm)
         self.optimizer.step()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,7 +147,8 @@ class WatchPipeline(Callback):
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
         self.num_steps = 0
-        self.epochs: list[_EpochTimes] = []
+        self.epochs: list[tuple[EpochEnd, int]] = []
+        """The epochs that count, each with its number of batches."""
 
     def on_step_end(self, trainer: Trainer, step: StepEnd) -> None:
         self.num_steps += 1
@@ -159,15 +160,21 @@ class WatchPipeline(Callback):
         # More batches than this process has trained: the epoch was resumed half-way.
         if num_batches > max_timed_batches:
             return
-        times = _EpochTimes(stages=epoch.stages, seconds=epoch.seconds, num_batches=num_batches, work=epoch.work)
-        self.epochs.append(times)
-        self._log({"event": "pipeline", "epoch": epoch.epoch}, times.explain(setup_of(trainer)), trainer)
+        self.epochs.append((epoch, num_batches))
+        explanation = explain(epoch.stages, epoch.seconds, num_batches, setup_of(trainer), epoch.work)
+        self._log({"event": "pipeline", "epoch": epoch.epoch}, explanation, trainer)
 
     def on_fit_end(self, trainer: Trainer, run: Run) -> None:
         if not run.finished or not self.epochs:
             return
-        times = _mean_times(self.epochs[1:] or self.epochs)
-        explanation = times.explain(setup_of(trainer))
+        epochs, nums_batches = zip(*self.epochs[1:] or self.epochs, strict=True)
+        explanation = explain(
+            _mean([epoch.stages for epoch in epochs]),
+            sum(epoch.seconds for epoch in epochs) / len(epochs),
+            round(sum(nums_batches) / len(epochs)),
+            setup_of(trainer),
+            _mean([epoch.work for epoch in epochs]),
+        )
         if explanation is None:
             return
         self._log({"event": "explain"}, explanation, trainer)
@@ -184,34 +191,9 @@ class WatchPipeline(Callback):
             self.report.log({**head, **vars(explanation), "workers": setup.workers, "look_ahead": setup.look_ahead})
 
 
-@dataclass(frozen=True, kw_only=True)
-class _EpochTimes:
-    """The times of an epoch, or the mean times of several."""
-
-    stages: dict[str, float]
-    """As `EpochEnd.stages`."""
-    seconds: float
-    num_batches: int
-    work: dict[str, float]
-    """As `EpochEnd.work`."""
-
-    def explain(self, setup: Setup) -> Explanation | None:
-        return explain(self.stages, self.seconds, self.num_batches, setup, self.work)
-
-
-def _mean_times(epochs: list[_EpochTimes]) -> _EpochTimes:
-    """The mean times of several epochs."""
-
-    def mean(tables: list[dict[str, float]]) -> dict[str, float]:
-        names = dict.fromkeys(name for table in tables for name in table)
-        return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
-
-    return _EpochTimes(
-        stages=mean([epoch.stages for epoch in epochs]),
-        seconds=sum(epoch.seconds for epoch in epochs) / len(epochs),
-        num_batches=round(sum(epoch.num_batches for epoch in epochs) / len(epochs)),
-        work=mean([epoch.work for epoch in epochs]),
-    )
+def _mean(tables: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for table in tables for name in table)
+    return {name: sum(table.get(name, 0.0) for table in tables) / len(tables) for name in names}
 
 
 def setup_of(trainer: Trainer) -> Setup:
@@ -246,40 +228,22 @@ def _evaluation_advice(trainer: Trainer, run: Run) -> str:
     return f"evaluation: {share:.0%} of the run: set evaluate_every={max(2 * every, 5)} or evaluate=async"
 
 
-@dataclass(frozen=True, kw_only=True)
-class HistoryState:
-    """How stale the historical embeddings of a run were."""
+def staleness_of(drifts: list[float], age: float, refreshes: bool) -> dict[str, Any]:
+    """The staleness of a run: drift and age, a sentence about what is wrong, and what to type. Both "" if nothing is.
 
-    drift: float
-    """How far embeddings moved while they waited in the tables, relative to their norm. Mean over the later
-    half of the run."""
-    age: float
-    """Mean age of the embeddings that batches read: steps since they were written."""
-    sentence: str = ""
-    """What is wrong, in at most 100 characters. Empty if nothing is."""
-    advice: str = ""
-    """What to type. Empty if nothing is wrong."""
-
-
-def history_state_of(drifts: list[float], age: float, refreshes: bool) -> HistoryState:
-    """Judge the staleness of a run.
-
-    drifts: one per epoch that measured it, in order. age: the mean age, in steps. refreshes: whether tables
-    are already filled exactly in every epoch.
+    drifts: how far embeddings moved while they waited in the tables, relative to their norm: one number per epoch
+    that measured it, in order. age: the mean age of the embeddings that batches read, in steps. refreshes: whether
+    tables are already filled exactly in every epoch.
     """
     # The later half alone: at the beginning of every run weights move fast, and embeddings with them.
     drift = statistics.fmean(drifts[len(drifts) // 2 :])
     if drift <= MAX_DRIFT:
-        return HistoryState(drift=drift, age=age)
+        return {"drift": drift, "age": age, "sentence": "", "advice": ""}
     remedies = "a smaller lr= or a larger method.parts_per_batch"
     if not refreshes:
         remedies = f"method.refresh_every=1, {remedies}"
-    return HistoryState(
-        drift=drift,
-        age=age,
-        sentence=f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait",
-        advice=f"set {remedies} {CHANGES_TRAINING}",
-    )
+    sentence = f"histories are old: rows move by {drift:.0%} of their norm in the {age:.1f} steps that they wait"
+    return {"drift": drift, "age": age, "sentence": sentence, "advice": f"set {remedies} {CHANGES_TRAINING}"}
 
 
 class WatchHistory(Callback):
@@ -292,13 +256,12 @@ class WatchHistory(Callback):
 
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
-        self.history_state: HistoryState | None = None
-        """The verdict. None before the end of a run."""
+        self.staleness: dict[str, Any] = {}
+        """The verdict, at the end of a run."""
         self.drifts: list[float] = []
         self.age_sum = 0.0
         """Sum of the ages of all rows that batches read, in steps."""
         self.num_rows = 0.0
-        """Number of rows that batches read."""
 
     def on_epoch_end(self, trainer: Trainer, epoch: EpochEnd) -> None:
         self.age_sum += epoch.counters.get("history.age_sum", 0.0)
@@ -310,11 +273,11 @@ class WatchHistory(Callback):
         if not self.drifts:
             return
         mean_age = self.age_sum / max(1.0, self.num_rows)
-        self.history_state = history_state_of(self.drifts, mean_age, trainer.work.describe().refreshes)
+        self.staleness = staleness_of(self.drifts, mean_age, trainer.work.describe().refreshes)
         if self.report is not None:
-            self.report.log({"event": "history", **asdict(self.history_state)})
-        if self.history_state.sentence:
-            trainer.say(f"{self.history_state.sentence}: {self.history_state.advice}")
+            self.report.log({"event": "history", **self.staleness})
+        if self.staleness["sentence"]:
+            trainer.say(f"{self.staleness['sentence']}: {self.staleness['advice']}")
 
 
 @dataclass(frozen=True)
@@ -338,7 +301,6 @@ class ShowProgress(Callback):
         self.waiting: deque[_EpochLine] = deque()
         """Epochs whose line is not printed yet, oldest first."""
         self.results: dict[int, Evaluation] = {}
-        """By epoch: its evaluation on the validation split."""
 
     def on_fit_start(self, trainer: Trainer) -> None:
         self._print(trainer, repr(trainer.data))
@@ -414,7 +376,6 @@ class ShowProgress(Callback):
 
 
 EDGE_WORDS = {"weight": "edge weights", "attr": "edge features", "type": "edge types"}
-"""Words for the edge arrays that convs read."""
 
 
 def _edge_array_lines(trainer: Trainer) -> list[str]:

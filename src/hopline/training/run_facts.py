@@ -74,7 +74,6 @@ def name_of(gradients: Gradients) -> str:
 
 
 def gradients_of(gradients: Gradients) -> dict[str, Any]:
-    """How gradients are combined: a name, and the settings of an object of the user's own."""
     has_settings = type(gradients) not in (Gradients, CombinedBy)
     return {"kind": name_of(gradients)} | (settings_or_repr(gradients) if has_settings else {})
 
@@ -138,7 +137,6 @@ class Fingerprints:
     """
 
     contents: Mapping[str, str] = field(default_factory=dict)
-    """Of the dataset's arrays."""
     code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Of "model", apart from its weights, and of the user's functions, classes and objects."""
 

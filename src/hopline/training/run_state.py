@@ -24,7 +24,6 @@ class Position:
     loss_sum: Tensor | float = 0.0
     """Sum of this rank's loss over these seeds. A float64 scalar on the device once a step is done."""
     seconds: float = 0.0
-    """Seconds that this epoch has taken so far."""
 
 
 @dataclass
@@ -43,7 +42,6 @@ class RunState:
     stop_reason: str | None = None
     """Why training stops after the current epoch. None: it does not."""
     earlier_s: float = 0.0
-    """Seconds that the run took before it was resumed."""
     late_weights: Mapping[str, Tensor] | None = None
     """The weights that a late result is of, while callbacks see that result. Otherwise None."""
 

@@ -31,7 +31,6 @@ class RunTimes:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """A context in which spans and counters are collected."""
         with trace.listen(self.timers), trace.listen(self.counters):
             yield
 
@@ -94,10 +93,7 @@ def peak_bytes(device: torch.device) -> dict[str, int]:
 
 
 def peak_memory_bytes() -> int:
-    """Peak resident memory of this process so far.
-
-    On systems without `resource`: the current resident memory.
-    """
+    """Peak resident memory of this process so far; without `resource`, the current one."""
     try:
         import resource
     except ImportError:

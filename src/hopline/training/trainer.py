@@ -456,10 +456,7 @@ class Trainer(NotCopied):
         self.evaluator.begin()
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that the settings ask for.
-
-        A subclass may return another, over the model's parameters.
-        """
+        """The optimizer that the settings ask for. A subclass may return another, over the model's parameters."""
         return optimizer_of(self.job, self.settings, self.own_optimizer)
 
     # ---- evaluation
@@ -536,10 +533,7 @@ class Trainer(NotCopied):
         return self.run_metric.best_is
 
     def score(self, metrics: Mapping[str, float]) -> float:
-        """The first metric, negated if lower is better.
-
-        Best weights, early stopping and the plateau schedule compare scores.
-        """
+        """The first metric, negated if lower is better. Best weights, early stopping and plateaus compare scores."""
         return self.run_metric.score(metrics)
 
     def evaluated_weights(self) -> Mapping[str, Tensor]:
@@ -583,5 +577,4 @@ class Trainer(NotCopied):
 
 
 def _describe_last_epoch(num_epochs: int) -> str:
-    """The reason for the end of a run that trained all its epochs."""
     return f"all {num_epochs} epochs are trained" if num_epochs > 1 else "1 epoch is trained"

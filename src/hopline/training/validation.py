@@ -10,13 +10,15 @@ one. Callbacks see the weights that were evaluated, and `stop_reason` as it was.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
+import torch
 from torch import Tensor, nn
 
 from hopline.nn.attributes import preserve_state, set_attributes
@@ -41,6 +43,17 @@ class Snapshot:
     """As `state_dict` gave them. Those of `get_extra_state` need be no tensors."""
     attributes: Mapping[str, Any]
     """Attributes of the model that go with the weights (`nn.attributes`)."""
+    copied: torch.cuda.Event | None = None
+    """On a GPU: an event after the copy of the weights, for streams that read them. The host does not wait."""
+
+    def copy_to(self, device: torch.device) -> Snapshot:
+        """The snapshot with copies of its weights on a device, which training does not change."""
+        weights = {
+            name: value.detach().to(device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in self.weights.items()
+        }
+        copied = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return replace(self, weights=weights, copied=copied)
 
 
 @contextmanager
@@ -73,11 +86,8 @@ class Waiting(Callback):
     def state(self) -> dict[str, Any]:
         waiting = []
         for snapshot in self.snapshots:
-            weights = {
-                name: value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-                for name, value in snapshot.weights.items()
-            }
-            waiting.append(vars(snapshot) | {"weights": weights})
+            fields = vars(snapshot.copy_to(torch.device("cpu")))
+            waiting.append({name: value for name, value in fields.items() if name != "copied"})
         return {"waiting": waiting}
 
     def restore_state(self, state: dict[str, Any]) -> None:

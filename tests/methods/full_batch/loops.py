@@ -15,12 +15,11 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.core.batch import Batch
 from hopline.distributed.world import World
-from tests.methods.historical.loops import difference, gradients_of
+from tests.methods.historical.loops import EPOCHS, difference, gradients_of, gradients_of_trainer
 from tests.support.helpers import dataset_of, randn, random_graph
 
 DATA = dataset_of(random_graph(num_nodes=70, num_edges=400, loops=True), randn(70, 6))
 """With loops, double edges and nodes without edges."""
-EPOCHS = 3
 
 
 class OwnLayers(nn.Module):
@@ -84,19 +83,10 @@ def own_loop(world: World, kind: str, folder: str | None = None, **settings: Any
 
 
 def trainers(world: World, kind: str, folder: str | None = None, **settings: Any) -> list[list[Tensor]]:
-    """The gradients of every step of a Trainer, as its optimizer gets them."""
-    steps = list[list[Tensor]]()
-
-    class RecordingTrainer(hl.Trainer):
-        def make_optimizer(self) -> torch.optim.Optimizer:
-            optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            optimizer.register_step_pre_hook(lambda *_: steps.append(gradients_of(self.model)))
-            return optimizer
-
+    """The gradients of every step of a Trainer."""
     data = DATA if folder is None else hl.shards.open(Path(folder), world)
     model = model_of("as own" if kind == "own" else kind)
-    RecordingTrainer(model, data, method_of(settings), epochs=EPOCHS, seed=4, show=False, world=world).fit()
-    return steps
+    return gradients_of_trainer(model, data, method_of(settings), world=world)
 
 
 def apart(world: World, **case: Any) -> float:

@@ -61,6 +61,13 @@ def own_loop(world: World, kind: str, accumulate: int = 1, **settings: Any) -> l
 
 
 def trainers(world: World, kind: str, accumulate: int = 1, **settings: Any) -> list[list[Tensor]]:
+    """The gradients of every step of a Trainer."""
+    return gradients_of_trainer(model_of(kind), DATA, method_of(**settings), world=world, accumulate=accumulate)
+
+
+def gradients_of_trainer(
+    model: nn.Module, data: hl.Dataset, method: hl.extend.Method, **options: Any
+) -> list[list[Tensor]]:
     """The gradients of every step of a Trainer, as its optimizer gets them."""
     steps = list[list[Tensor]]()
 
@@ -70,8 +77,7 @@ def trainers(world: World, kind: str, accumulate: int = 1, **settings: Any) -> l
             optimizer.register_step_pre_hook(lambda *_: steps.append(gradients_of(self.model)))
             return optimizer
 
-    options = {"epochs": EPOCHS, "seed": 4, "accumulate": accumulate, "show": False, "world": world}
-    RecordingTrainer(model_of(kind), DATA, method_of(**settings), **options).fit()
+    RecordingTrainer(model, data, method, epochs=EPOCHS, seed=4, show=False, **options).fit()
     return steps
 
 

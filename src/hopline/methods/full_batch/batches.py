@@ -36,11 +36,7 @@ from hopline.tables import Table
 
 
 def check_settings(method: FullBatch, data: Dataset, world: World) -> None:
-    """Refuse settings that do not go with the graph or the ranks.
-
-    Raises:
-        ValueError: There are more shards than nodes, or `compress` is set in a single process.
-    """
+    """Refuse settings that do not go with the graph or the ranks."""
     if world.size == 1 and method.num_shards > data.num_nodes:
         raise ValueError(
             f"num_shards={method.num_shards} is more than the {data.num_nodes} nodes: make it {data.num_nodes} or less"
@@ -53,9 +49,6 @@ def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> s
     """Refuse a model whose gradients would not be exact.
 
     Returns a description of the first module that mixes rows in training, such as a batch norm. None: no module does.
-
-    Raises:
-        ValueError: A module mixes rows, and would not see all of them: each rank has its own, or `trim` is set.
     """
     edge = data.shard.edge if isinstance(data, ShardedData) else data.graph.edge
     model.check_blocks(data.num_features, edge)
@@ -84,7 +77,6 @@ class _OwnShard(NamedTuple):
     tables: dict[str, Table]
     """Features and other rows, of the own nodes (`ShardedData`) or of all nodes (any other dataset)."""
     transport: Transport
-    """Moves rows between shards."""
     ids: Tensor
     """[num_own] int64: global ids of the own nodes."""
     y: Tensor | None

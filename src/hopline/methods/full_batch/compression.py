@@ -44,9 +44,7 @@ class PendingMessages:
     """Messages in transfer, and a callback for their arrival. Has `wait()`, as handles of `torch.distributed` do."""
 
     works: list[Any]
-    """Handles with `wait()`, one per message."""
     finish: Callable[[], None]
-    """Called once all messages have arrived."""
 
     def wait(self) -> None:
         for work in self.works:

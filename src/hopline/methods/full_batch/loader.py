@@ -107,7 +107,6 @@ class FullBatchLoader:
         return self.epoch(epoch)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """The batch of one epoch, counted from 1."""
         yield self._batches.batch(ops.derive_key(self.seed, epoch, 0))  # an epoch has one step, 0
         # The user's loop asks for the next batch, so its step on this one is over.
         self._batches.transport.end_step()

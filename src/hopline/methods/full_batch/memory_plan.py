@@ -146,10 +146,7 @@ def _parts_within(limit: float, graph: Graph, partition: Partition, layers: Laye
 
 
 def _output_bytes(outline: Outline, model: GNN) -> int:
-    """The bytes of the outputs of all training nodes, which a loss of the user's own needs at once.
-
-    A row is taken to be as wide as there are classes, if the model's outputs are narrower.
-    """
+    """The bytes of the outputs of all training nodes: a loss of the user's own needs them at once."""
     width = max(row_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
     return outline.train_ids.numel() * width * outline.dtype.itemsize
 

@@ -40,11 +40,7 @@ from hopline.util.config import plural
 
 
 def bind(method: FullBatch, job: Job) -> Work:
-    """The work of a job, by the aggregation that the settings or the job ask for.
-
-    Raises:
-        ValueError: The model, the settings or the ranks do not allow an exact step.
-    """
+    """The work of a job, by the aggregation that the settings or the job ask for."""
     model = job.model
     if isinstance(model, Whole):
         raise ValueError(
@@ -64,11 +60,7 @@ def bind(method: FullBatch, job: Job) -> Work:
 def choose_aggregation(
     method: FullBatch, job: Job, model: GNN
 ) -> tuple[Literal["sweep", "sequential", "stored", "one_shot"], str]:
-    """(the aggregation of a job, why). "auto" is replaced by one that works.
-
-    Raises:
-        ValueError: The model or the ranks do not allow the aggregation that the settings ask for.
-    """
+    """(the aggregation of a job, why). "auto" is replaced by one that works."""
     mixing = check_model(method, model, job.data, job.world)
     has_ranks = job.world.size > 1 or isinstance(job.data, ShardedData)
     if method.aggregation == "auto":
@@ -130,7 +122,7 @@ class SweepUnit(Unit):
     """One step: a forward and a backward sweep over all parts."""
 
     job: Job
-    sweep: Sweep | TrimmedSweep
+    sweep: Sweep
     key: int
     """Key of the random draws. Both passes use it, so that the backward one draws the same dropout."""
 
@@ -205,7 +197,6 @@ class ShardedUnit(Unit):
 
     work: ShardedWork
     key: int
-    """Key of the random draws."""
 
     @property
     def size(self) -> int:  # type: ignore[override]

@@ -153,10 +153,7 @@ class HistoricalBatches:
 
     @cached_property
     def _out_edges(self) -> tuple[Tensor, Tensor]:
-        """The graph by out-edges: ([num_nodes + 1] int64 indptr, [num_edges] int64 destination of each edge).
-
-        Built when compensation first asks, since the graph itself is stored by in-edges.
-        """
+        """The graph by out-edges: ([num_nodes + 1] int64 indptr, [num_edges] int64 destinations). For compensation."""
         graph = self.data.graph
         indptr, edges = ops.group_by_key(graph.indices, graph.num_nodes)
         return indptr, torch.searchsorted(graph.indptr, edges, right=True) - 1

@@ -103,9 +103,6 @@ def runs_to_fit(
     """Split a block's destinations into few runs within `limit` bytes. Returns (runs, bytes of the largest run).
 
     ends: where its parts end, see `balanced_runs`. bytes_of: the predicted peak of a run, by its sizes.
-
-    Raises:
-        ValueError: A single node does not fit.
     """
     batch = batch_of_block(block)
     # A node's cost: its in-edges, and its own row.
@@ -170,12 +167,7 @@ def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
 
 
 def check_micro_batches(model: GNN) -> None:
-    """Refuse a model for which micro-batches would not give the gradients of the batch.
-
-    Raises:
-        ValueError: A module needs the whole batch, as a batch norm does. Or an encoder has dropout: a node that two
-            micro-batches encode would get two masks.
-    """
+    """Refuse a model for which micro-batches would not give the gradients of the batch."""
     check_split(model, instead=f"make parts_per_batch smaller {CHANGES_TRAINING}")
     for name, module in model.named_modules():
         has_dropout = isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0
@@ -262,7 +254,6 @@ class MicroBatch:
 
     @property
     def has_seeds(self) -> bool:
-        """Whether any seed of the batch is in this micro-batch."""
         return bool((self._seed_idx >= 0).any())
 
 
@@ -382,9 +373,7 @@ class LayerPeak(NamedTuple):
     """A measurement of one layer at one micro-batch."""
 
     peak_bytes: int
-    """The peak of the layer's forward and backward pass."""
     sizes: Sizes
-    """The sizes of the micro-batch's block."""
 
 
 class MicroBatches(BatchPlan):
@@ -392,9 +381,6 @@ class MicroBatches(BatchPlan):
 
     Owns the batch's rows and gradients between layers, for one step. Call `forward`, then `backward`, in the thread
     that trains.
-
-    Raises:
-        ValueError: The batch's own rows, or those and a single node, do not fit.
     """
 
     def __init__(self, work: HistoricalWork, hist_batch: HistoricalBatch, guard: Guard) -> None:
@@ -453,10 +439,7 @@ class MicroBatches(BatchPlan):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether gradients after all layers stay in memory until the step ends.
-
-        Jumping knowledge adds to all of them in the last layer; compensation writes them into tables.
-        """
+        """Whether gradients after all layers stay until the step ends: for jumping knowledge, and for compensation."""
         return self.work.model.keeps_jk or self.compensates
 
     def _find_runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
@@ -471,7 +454,6 @@ class MicroBatches(BatchPlan):
 
     @property
     def predicted_bytes(self) -> float:
-        """The predicted peak of the step."""
         return self.resident_bytes + self.max_run_bytes
 
     def chunks_of(self, l: int) -> Sequence[MicroBatch]:

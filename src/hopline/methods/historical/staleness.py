@@ -26,7 +26,6 @@ from hopline.methods.partitioned.partitioned_graph import PartitionedGraph
 from hopline.util import trace
 
 MAX_NODES = 256
-"""Most nodes whose rows are compared."""
 MAX_INPUTS = 1 << 20
 """Most input features that the compared rows are computed from: 4 MiB of float32."""
 

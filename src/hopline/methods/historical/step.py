@@ -62,10 +62,7 @@ class HistoricalUnit(Unit):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether a batch adds to the gradient: by its seeds, or by compensation.
-
-        With compensation it is True even if `hist_batch` is None. Callers ask for that first.
-        """
+        """Whether a batch adds to the gradient, by its seeds or by compensation. Asked only where there is a batch."""
         return self.size > 0 or self.work.method.compensate
 
     def forward_backward(self, total: float) -> Tensor:
@@ -103,7 +100,6 @@ class HistoricalUnit(Unit):
         return loss.detach() * weight
 
     def push_only(self) -> None:
-        """Compute and push the batch's rows without gradients."""
         self._forward_only()
         self.commit()
 

@@ -69,7 +69,6 @@ class Commit:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Commit:
-        """The commit that `state_dict` was taken of."""
         row_ranges = [slice(start, stop) for start, stop in state["slabs"]]
         return cls(row_ranges=row_ranges, rows=state["rows"], gradients=state["gradients"], step=state["step"])
 
@@ -191,7 +190,6 @@ class HistoricalWork(Work):
 
     @cached_property
     def _seeds_of_parts(self) -> Tensor:
-        """[num_parts] int64: the number of training nodes in each part."""
         partition = self.partitioned.partition
         return torch.bincount(partition.part_of[self.partitioned.batches.is_training], minlength=partition.num_parts)
 
@@ -261,10 +259,7 @@ class HistoricalWork(Work):
         self.job.world.broadcast_tensors(self.job.module.buffers())
 
     def flush(self, max_waiting: int) -> None:
-        """Write the oldest commits until at most `max_waiting` wait.
-
-        Collective where it writes: ranks have queued equally many commits, so all write or none does.
-        """
+        """Write the oldest commits until at most `max_waiting` wait. Collective: all ranks have queued equally many."""
         if len(self.waiting) <= max_waiting:
             return
         histories = self.partitioned.histories

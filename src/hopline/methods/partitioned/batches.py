@@ -62,7 +62,7 @@ class PartBatches:
         return positions
 
     def pin(self, group: Group, block: Block, positions: Tensor) -> None:
-        """Pin the tensors of a group with a cached block, since they move to a GPU again and again.
+        """Pin the tensors of a cached block, since they move to a GPU again and again.
 
         Tensors that cannot be pinned go through the mover's buffers.
         """

@@ -67,7 +67,6 @@ class LayerBytes:
 
     @property
     def is_sure(self) -> bool:
-        """Whether the predictors of all layers have enough measurements."""
         return all(predictor.is_sure for predictor in self.predictors)
 
     def predict_peak(self, l: int, sizes: Sizes) -> float:
@@ -75,7 +74,6 @@ class LayerBytes:
         return self.predictors[l].predict_peak(at_layer(self.model, sizes, l))
 
     def largest(self, sizes: Sizes) -> float:
-        """The predicted peak, in bytes, of the largest layer at a block of these sizes."""
         return max(self.predict_peak(l, sizes) for l in range(self.model.num_layers))
 
     def together(self, sizes: Sizes) -> float:

@@ -33,11 +33,7 @@ MAP_BYTES_PER_NODE = 16
 
 
 def layers_of(outline: Outline, method: Method) -> GNN:
-    """The model of a run, which must be made of layers.
-
-    Raises:
-        ValueError: The model is a `Whole`, the wrapper of a module that hopline cannot take apart into layers.
-    """
+    """The model of a run, which must be made of layers."""
     if not isinstance(outline.model, GNN):
         raise ValueError(
             f"{type(method).__name__} needs a model made of layers, and {type(outline.model.module).__name__} is not: "

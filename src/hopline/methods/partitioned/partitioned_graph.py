@@ -98,7 +98,6 @@ class PartitionedGraph:
     # ---- tables
 
     def empty_tables(self) -> None:
-        """Begin with new tables."""
         self.histories = self._new_histories("h")
         self.gradients = self._new_histories("gradient")
 
@@ -166,7 +165,6 @@ class PartitionedGraph:
 
     @property
     def own_row_range(self) -> slice:
-        """The row range that this rank keeps."""
         return slice(self.owners.own.start, self.owners.own.stop)
 
     @cached_property
@@ -204,18 +202,11 @@ class PartitionedGraph:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the parameters."""
         return next(p.dtype for p in self.model.parameters())
 
 
 def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, world: World) -> Partition:
-    """The partition of a graph, made by the first rank and sent to all. Collective.
-
-    how: the kind of partition, as in the settings.
-
-    Raises:
-        ValueError: On every rank, if the first cannot make it.
-    """
+    """The partition of a graph, made by the first rank and sent to all. Collective. how: as in the settings."""
     problem = ""
     part_of = torch.empty(data.num_nodes, dtype=torch.int32)
     try:
@@ -246,11 +237,7 @@ def partition_together(data: Dataset, num_parts: int, how: str, *, seed: int, wo
 
 
 def _labels(data: Dataset) -> Tensor:
-    """[num_nodes] on the host: the class of each node, as its part.
-
-    Raises:
-        ValueError: The dataset has no classes.
-    """
+    """[num_nodes] on the host: the class of each node, as its part."""
     y = data.y
     if y is None or y.dim() != 1 or y.is_floating_point():
         raise ValueError("partition=labels takes the classes for the parts, and there are none: choose another one")

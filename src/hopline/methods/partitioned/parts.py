@@ -49,7 +49,6 @@ class Parts:
         """The groups that this rank computes in a sweep over all parts, in order."""
         self._sweep_groups = frozenset(self.own_groups)
         self._cached_blocks: dict[Group, Block] = {}
-        """By group: its block, if that is cached."""
 
     def row_ranges_of(self, group: Group) -> list[slice]:
         """Row ranges of the group's nodes in the tables, one per part."""

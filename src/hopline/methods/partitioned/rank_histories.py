@@ -45,11 +45,9 @@ class Owners:
         self.host = range(int(ptr[host_parts.start]), int(ptr[host_parts.stop]))
         """The positions of the rows that this host holds."""
         self.order = sorted(range(world.size), key=lambda rank: self.spans[rank].start)
-        """The ranks in the order of their positions."""
 
     @property
     def own(self) -> range:
-        """The positions that this rank owns."""
         return self.spans[self.assignment.rank]
 
     def runs(self, positions: Tensor) -> list[slice]:
@@ -149,7 +147,6 @@ class SharedHistories(Histories):
         super().stamp(self._to_host_ranges(row_ranges), step)
 
     def _to_host_ranges(self, row_ranges: Sequence[slice]) -> list[slice]:
-        """Row ranges of this host's tables, for row ranges of positions."""
         first = self.owners.host.start
         return [slice(row_range.start - first, row_range.stop - first) for row_range in row_ranges]
 
@@ -215,11 +212,9 @@ class PartAssignment:
     """The parts that each rank owns: a run of parts per rank. The runs of a host's ranks follow each other."""
 
     rank: int
-    """This rank."""
     hosts: tuple[int, ...]
     """The host of each rank, by rank, counted from 0 without gaps."""
     parts: tuple[range, ...]
-    """The parts that each rank owns, by rank."""
 
     @classmethod
     def of(cls, world: World, num_parts: int) -> PartAssignment:

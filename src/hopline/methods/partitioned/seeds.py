@@ -10,11 +10,7 @@ from hopline.data.nodes import select_nodes
 
 
 def find_seeds(data: Dataset, ids: NodeIds | str) -> Tensor:
-    """[n] int64: the seeds that a loader was asked for. ids: the name of a split, or node ids.
-
-    Raises:
-        ValueError: There is no such split, there are no seeds, or one comes twice.
-    """
+    """[n] int64: the seeds that a loader was asked for, each once. ids: the name of a split, or node ids."""
     expect_dataset(data, "a loader")
     seeds = select_nodes(data, ids)
     if seeds.numel() == 0:

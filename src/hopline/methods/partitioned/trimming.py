@@ -25,14 +25,13 @@ from hopline.core.row_handles import Rows
 from hopline.core.sampler import full_block, in_neighborhood
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.partitioned.partitioned_graph import PartitionedGraph
-from hopline.methods.partitioned.sweep_loss import make_sweep_loss
+from hopline.methods.partitioned.sweep import Sweep
 
 
 class NeededChunk(NamedTuple):
     """The nodes of one part that are needed after a layer."""
 
     part: int
-    """The number of the part."""
     positions: Tensor
     """[n] int64 on the host, ascending: the table positions of the nodes."""
 
@@ -46,14 +45,14 @@ class NeededEdges(NamedTuple):
     """[num_src] int64 on the host: table positions of the block's sources."""
 
 
-class TrimmedSweep:
-    """A `Sweep` over the rows that are needed after each layer, in one process and in training mode.
+class TrimmedSweep(Sweep):
+    """A sweep over the rows that are needed after each layer, in one process and in training mode.
 
     These rows depend on the graph and the training nodes only, so all steps share one object.
     """
 
     def __init__(self, partitioned: PartitionedGraph) -> None:
-        self.partitioned = partitioned
+        super().__init__(partitioned)
         self.graph = partitioned.job.data.graph
         needed = [partitioned.job.train_ids.cpu()]
         for _ in range(partitioned.model.num_layers - 1):
@@ -65,17 +64,14 @@ class TrimmedSweep:
 
     @cached_property
     def num_rows(self) -> int:
-        """The number of rows that one pass over all layers computes."""
         return sum(positions.numel() for positions in self.positions)
 
     @cached_property
     def num_edges(self) -> int:
-        """The number of edges that one pass over all layers reads."""
         order = self.partitioned.partition.order
         return sum(int(self.graph.in_degrees(order[positions]).sum()) for positions in self.positions)
 
     def chunks_of(self, l: int) -> list[NeededChunk]:
-        """The chunks of layer `l`, one for each part that has needed nodes."""
         bounds = torch.searchsorted(self.positions[l], self.partitioned.partition.ptr)
         by_part = self.positions[l].split(bounds.diff().tolist())
         return [NeededChunk(part, positions) for part, positions in enumerate(by_part) if positions.numel()]
@@ -93,18 +89,6 @@ class TrimmedSweep:
         if self.partitioned.spec.caches_blocks:
             self._edges[key] = edges
         return edges
-
-    def forward(self, key: int | None) -> None:
-        """Compute the needed rows after all layers but the last, into the tables. key: of the random draws."""
-        with torch.no_grad():
-            self._layers(key).forward(range(self.partitioned.model.num_layers - 1))
-
-    def backward(self, key: int | None, scale: float) -> Tensor:
-        """Add the gradient of `scale` times the summed loss to the parameters' gradients. Returns the summed loss."""
-        objective = make_sweep_loss(self.partitioned.job, scale, key)
-        with torch.enable_grad():
-            self._layers(key).backward(objective)
-        return objective.loss_sum
 
     def _layers(self, key: int | None) -> Layers[NeededChunk]:
         partitioned = self.partitioned

@@ -33,7 +33,7 @@ from hopline.core.sampler import NeighborSampler, NodeIds, Subgraph, as_node_ids
 from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.fingerprint import ids_fact
 from hopline.data.formats.pyg import split_masks
-from hopline.device.meter import with_index
+from hopline.device.meter import find_device, with_index
 from hopline.distributed.agreement import check_same
 from hopline.distributed.world import World
 from hopline.methods.sampled.seed_loader import RankSeeds, SeedLoader
@@ -41,7 +41,6 @@ from hopline.methods.sampled.settings import Sampled
 from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover
 from hopline.tables import Table, TensorTable
-from hopline.tables.build import check_cuda
 from hopline.units.rank_facts import settings_facts
 from hopline.util.config import nearest
 
@@ -546,7 +545,7 @@ def _device_of(data: Data | Dataset, graph: Graph, requested: torch.device | str
     data_device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
     if requested is None:
         return data_device
-    check_cuda(torch.device(requested))
+    find_device(str(requested))
     device = with_index(requested)
     if device.type == "cpu" and data_device.type != "cpu":
         raise ValueError(

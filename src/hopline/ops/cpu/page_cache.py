@@ -43,7 +43,6 @@ BYTES_AT_ONCE = 1 << 26
 """Bytes of one piece: enough to keep the disk busy, and few enough to stay in memory until they are read."""
 
 _PAGE = mmap.PAGESIZE
-"""Bytes of a page."""
 # Advice for `madvise`. 0 on systems that lack the name. It is not used on them: `is_cold` is False, and
 # callers of `in_order_of_file` ask `is_cold` first.
 _RANDOM = np.int64(getattr(mmap, "MADV_RANDOM", 0))

@@ -39,16 +39,13 @@ from hopline.ops.cpu.kernel_cache import cache_on_disk
 GOLDEN = np.uint64(random.GOLDEN)
 """The step of SplitMix64's state between two draws."""
 _MIX_1 = np.uint64(random.MIX_1)
-"""First multiplier of SplitMix64's finaliser."""
 _MIX_2 = np.uint64(random.MIX_2)
-"""Second multiplier of SplitMix64's finaliser."""
 # Shifts, in bits.
 _U27 = np.uint64(27)
 _U30 = np.uint64(30)
 _U31 = np.uint64(31)
 _U32 = np.uint64(32)
 _LOW_HALF = np.uint64(0xFFFFFFFF)
-"""The mask of the lower 32 bits."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:

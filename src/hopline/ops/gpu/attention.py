@@ -446,9 +446,7 @@ MAX_EDGES_AT_ONCE = 32
 # four warps of an H200 summed some rows wrongly under Triton 3.6. With 128 rows, or with eight warps, they
 # did not.
 MIN_TILE_COLUMNS = 8
-"""Least columns of a tile."""
 MAX_TILE_ROWS = 32
-"""Most rows of a tile on a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -461,9 +459,7 @@ class AttentionEdges:
     """
 
     num_src: int
-    """Number of sources."""
     num_dst: int
-    """Number of destinations."""
     starts: Tensor
     """[num_dst]: the first edge of each destination."""
     stops: Tensor
@@ -507,7 +503,6 @@ class _Plan:
     """The options of one attention layer, which kernels get as compile-time constants."""
 
     heads: int
-    """Number of heads."""
     v2: bool
     """Whether scores are those of GATv2Conv, else of GATConv."""
     slope: float
@@ -641,9 +636,7 @@ class _Launch(NamedTuple):
     """One launch of `backward_kernel`."""
 
     first_dst: int
-    """The first destination."""
     num_dst: int
-    """Number of destinations."""
     fanout: int
     """Slots of each destination's children. 0 in a block."""
     tile: dict[str, int]

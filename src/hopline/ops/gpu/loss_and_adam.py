@@ -169,13 +169,9 @@ class _ParameterTensors(NamedTuple):
     """The tensors that a step of one parameter reads and writes, in the order of the table's columns."""
 
     parameter: Tensor
-    """The parameter, any shape."""
     gradient: Tensor
-    """Its gradient."""
     exp_avg: Tensor
-    """The first moment."""
     exp_avg_sq: Tensor
-    """The second moment."""
     step: Tensor
     """A scalar: the number of steps taken."""
 

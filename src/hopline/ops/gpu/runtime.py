@@ -36,9 +36,7 @@ from hopline.ops import random
 GOLDEN = tl.constexpr(random.GOLDEN)
 """Increment of SplitMix64 from draw to draw."""
 _MIX_1 = tl.constexpr(random.MIX_1)
-"""First multiplier of SplitMix64's finaliser."""
 _MIX_2 = tl.constexpr(random.MIX_2)
-"""Second multiplier of SplitMix64's finaliser."""
 
 
 @triton.jit

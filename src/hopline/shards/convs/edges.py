@@ -91,7 +91,6 @@ class ConvEdges:
 
     @classmethod
     def of(cls, layout: ShardLayout) -> ConvEdges:
-        """The graph's own edges."""
         return cls(layout, layout.parts, layout.degrees)
 
     @property
@@ -159,10 +158,7 @@ class ConvEdges:
         return replace(self, parts=tuple(parts), degrees=degrees, origins=torch.cat(origins))
 
     def rows_with_loops(self, edge_rows: Tensor, loop_rows: Tensor) -> Tensor:
-        """[num_edges, ...]: rows of the layout's edges and of new self-loops, in the order of these edges.
-
-        edge_rows: [layout.num_edges, ...]. loop_rows: [num_own, ...].
-        """
+        """[num_edges, ...]: rows of the layout's edges and of new self-loops, [num_own, ...], in the order of edges."""
         assert self.origins is not None
         return torch.cat([edge_rows, loop_rows]).index_select(0, self.origins)
 
@@ -215,7 +211,6 @@ class ConvEdges:
             )
 
     def num_chunks(self, k: int, max_edges: int) -> int:
-        """The number of chunks that `chunks(k, max_edges)` yields."""
         return len(self._bounds(k, max_edges))
 
     def _bounds(self, k: int, max_edges: int) -> list[_ChunkBounds]:
@@ -239,16 +234,12 @@ class ConvEdges:
 
     @cached_property
     def _bounds_cache(self) -> dict[tuple[int, int], list[_ChunkBounds]]:
-        """By (part, max_edges)."""
         return {}
 
 
 @contextmanager
 def outside_inference_mode() -> Generator[None]:
-    """Leave inference mode while the context lasts, without recording gradients.
-
-    For tensors that are cached: one made in inference mode cannot be used in training later.
-    """
+    """Leave inference mode, without recording gradients, for tensors that are cached: training may use them later."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 

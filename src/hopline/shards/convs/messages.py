@@ -58,7 +58,6 @@ class ArgumentSource:
     role: Role
     """The list of `Inputs` that holds the tensor."""
     index: int
-    """The tensor's index in that list."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,12 +280,10 @@ def finish(
 
 
 def unsqueeze_like(per_node: Tensor, rows: Tensor) -> Tensor:
-    """A view with dimensions of size 1 at the end, so that it has as many dimensions as `rows`."""
     return per_node.reshape(per_node.shape + (1,) * (rows.dim() - per_node.dim()))
 
 
 def aggregation_name(conv: MessagePassing) -> str:
-    """The name of a conv's aggregation for an error message."""
     has_own_aggregate = type(conv).aggregate is not MessagePassing.aggregate or conv.aggr_module is None
     return f"the aggregate of {type(conv).__name__}" if has_own_aggregate else type(conv.aggr_module).__name__
 

@@ -129,11 +129,7 @@ def _aggregate_at_once(
 
 
 def _update(conv: MessagePassing, out: Tensor, kwargs: Mapping[str, Any], edges: ConvEdges) -> Tensor:
-    """The result of the conv's `update` on the aggregated messages.
-
-    Raises:
-        CannotSplit: `update` takes an argument that describes the edges.
-    """
+    """The result of the conv's `update` on the aggregated messages."""
     if type(conv).update is MessagePassing.update:  # it returns its input
         return out
     call = plan(conv, "update", kwargs, Inputs(), edges.num_edges, edges.num_dst)

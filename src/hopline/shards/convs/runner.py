@@ -60,7 +60,6 @@ class ShardConvs(ConvRunner):
 
     layout: ShardLayout
     transport: Transport
-    """Moves rows between this shard and the others."""
     edge_rows: Mapping[str, Tensor]
     """[num_edges, ...] each, by name: the graph's edge arrays at the shard's edges, part after part."""
     mode: FetchMode = "sequential"
@@ -111,12 +110,10 @@ class ShardConvs(ConvRunner):
 
     @cached_property
     def edges(self) -> ConvEdges:
-        """The graph's own edges."""
         return ConvEdges.of(self.layout)
 
     @cached_property
     def edges_with_loops(self) -> ConvEdges:
-        """The edges with one self-loop per node."""
         with outside_inference_mode():
             return self.edges.with_loops()
 
@@ -275,11 +272,7 @@ def _probe_convs(graph: Graph, mode: FetchMode) -> ShardConvs:
 def _check_row_wise(
     trial: nn.Module, rule: Rule, graph: Graph, mode: FetchMode, x: Tensor, x0: Tensor | None = None
 ) -> None:
-    """Refuse a conv whose output at a node changes if there are three more nodes, without edges.
-
-    Raises:
-        MixesRows: It does.
-    """
+    """Refuse a conv whose output at a node changes if there are three more nodes, without edges."""
     longer_indptr = nn.functional.pad(graph.indptr, (0, 3), value=graph.num_edges)
     longer_graph = graph.with_arrays(longer_indptr, graph.indices, graph.edge)
     longer_x = torch.cat([x, 1 + x[:3]])
@@ -306,7 +299,6 @@ def _output_and_gradients(conv: nn.Module, x: Tensor, call: Callable[[Tensor], T
 
 
 def is_close(output: Tensor, expected: Tensor) -> bool:
-    """Whether two float64 outputs or gradients over shards are equal up to rounding."""
     return torch.allclose(output, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
 
 

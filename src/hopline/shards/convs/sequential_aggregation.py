@@ -75,7 +75,6 @@ class MessageProfile:
     """The properties of a conv's messages that a run on a few edges shows."""
 
     specs: tuple[ReductionSpec, ...]
-    """The reductions of its aggregation."""
     softmax_spec: ReductionSpec | None
     """The weights of its softmax over edges; None if it has none."""
     reduce_order: tuple[int, ...]
@@ -92,14 +91,11 @@ class AggregationRun:
 
     conv: MessagePassing
     call: Call
-    """The conv's `message` and its arguments."""
     edges: ConvEdges
     transport: Transport
     depth: int
-    """Rounds of rows that are prefetched."""
     profile: MessageProfile
     max_edges: int
-    """The most edges of a chunk."""
     role_counts: tuple[int, ...]
     """The number of inputs of each role, in the order of `ROLES`."""
 
@@ -402,7 +398,6 @@ class _Backward:
     ) -> None:
         self.run = run
         self.needs = run.by_role(needs_gradient)
-        """By role: whether each input needs a gradient."""
         self.inputs = run.by_role([None if t is None else t.detach() for t in saved_inputs])
         """By role. Those of role "source" are None if forward did not save them."""
         device = run.edges.degrees.device

@@ -177,9 +177,6 @@ def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | N
     edge reads are changed. Both outputs must be equal.
 
     width: of the conv's input rows.
-
-    Raises:
-        ValueError: The two differ.
     """
     rule = find_rule(conv, width, convs, x0)
     trial = trial_of(conv)
