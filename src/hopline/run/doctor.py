@@ -26,8 +26,8 @@ PACKAGES = {
     "torch-geometric": True,
     "numba": True,
     "numpy": True,
+    "pyarrow": True,
     "pymetis": False,
-    "pyarrow": False,
     "scipy": False,
     "triton": False,
 }
