@@ -11,7 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from hopline.data.formats.csv_parquet import from_csv, from_parquet
+from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.formats.npz import from_npz
 from hopline.data.ids import IdMap, original_ids
 from hopline.data.options import Columns
@@ -225,7 +225,7 @@ def test_parquet_is_read_like_csv(tmp_path: Path) -> None:
     features = rng.random((20, 3)).astype(np.float32)
     parquet.write_table(arrow.table({"x": features.tolist(), "label": np.arange(20) % 4}), tmp_path / "n.parquet")
     columns = Columns(src="from", dst="to", edge=("w",))
-    dataset = from_parquet(tmp_path / "e.parquet", tmp_path / "n.parquet", columns=columns, folder=tmp_path / "out")
+    dataset = from_csv(tmp_path / "e.parquet", tmp_path / "n.parquet", columns=columns, folder=tmp_path / "out")
     assert (dataset.num_edges, dataset.num_features, dataset.num_classes) == (100, 3, 4)
     assert np.array_equal(dataset.x.read(torch.arange(20)).numpy(), features)
     order = np.argsort(dst, kind="stable")

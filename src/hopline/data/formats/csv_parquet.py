@@ -223,13 +223,6 @@ def from_csv(
     return from_edges(source.path if is_npy else source, **merge(given, arguments))
 
 
-def from_parquet(
-    edges: str | os.PathLike[str], nodes: str | os.PathLike[str] | None = None, **arguments: Any
-) -> Dataset:
-    """`from_csv` for Parquet files."""
-    return from_csv(edges, nodes, **arguments)
-
-
 def _distinct(source: _EdgeFile) -> np.ndarray:
     """All ids of an edge file, sorted."""
     numbers, texts = np.empty(0, dtype=np.int64), np.empty(0, dtype=str)
