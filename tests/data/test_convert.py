@@ -157,7 +157,9 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_edges(tmp_path: Path, mon
     monkeypatch.setattr(convert, "group", spy)
     chunk = 50_000
     tracemalloc.start()  # sees what NumPy allocates: the chunks and the order of each group
-    dataset = from_edges(_LazyEdges(2_000_000, 100_000, chunk), folder=tmp_path / "d", num_nodes=100_000, chunk_edges=chunk)
+    dataset = from_edges(
+        _LazyEdges(2_000_000, 100_000, chunk), folder=tmp_path / "d", num_nodes=100_000, chunk_edges=chunk
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert dataset.num_edges == 2_000_000

@@ -38,9 +38,7 @@ class NameInfo(NamedTuple):
     """A dataset that can be opened by name: a line of `hopline datasets`."""
 
     name: str
-    """Name to open it by."""
     what: str
-    """Description in a few words."""
     where: str
     """Its path, "built in" or "download"."""
 
@@ -62,9 +60,7 @@ class Location(NamedTuple):
     path: Path | None = None
     """A folder, or an .npz file."""
     built_in: str | None = None
-    """The name of a built-in graph."""
     source: download.Source | None = None
-    """The download."""
     is_converted: bool = False
     """Whether `path` is a dataset made with the options that were asked for: none is left to apply."""
 

@@ -122,7 +122,6 @@ class RunFiles:
     """Contents of a run folder. A record that a run did not write is {}."""
 
     name: str
-    """Name of the run."""
     about: Record
     """config.json: settings, command, versions and machine."""
     start: Record

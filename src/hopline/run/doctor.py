@@ -38,9 +38,7 @@ class Finding(NamedTuple):
     """One line of `hopline doctor`."""
 
     subject: str
-    """The name of the checked thing, such as "numba" or "memory"."""
     text: str
-    """The result of the check, in words."""
     is_fine: bool
     """Whether the check passed. If any check did not, `hopline doctor` exits with status 1.
 

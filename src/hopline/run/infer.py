@@ -326,7 +326,6 @@ class _ScoresForMetric:
             yield chunk
 
     def measure(self) -> dict[str, float] | None:
-        """The metric, by name. None without labels."""
         if self.labels is None or not any(len(ids) for ids in self.ids):
             return None
         labels = self.labels[torch.cat(self.ids)]

@@ -35,12 +35,10 @@ class Span:
     """One timed stretch of work."""
 
     name: str
-    """The name of the work, such as "sample"."""
     start_s: float
     """The start by `time.perf_counter`, in seconds. For a GPU's work, the moment at which the host asked
     for it."""
     duration_s: float
-    """The duration in seconds."""
     thread: str
     """The name of the thread that did the work, or asked a GPU for it."""
 
@@ -231,7 +229,6 @@ class RegionStatistics:
     """The time of one region per epoch. The first epoch, which warms up, is kept apart."""
 
     name: str
-    """The name of the region."""
     calls: int
     """Number of times that the region was entered, over all epochs."""
     first_epoch_s: float

@@ -314,7 +314,6 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
 
 
 def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.ndarray]:
-    """Columns of a node file, all rows."""
     chunks = list(read_file(path, columns=wanted, whole=True, **settings)) if wanted else []
     whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
     if not whole or not len(whole[wanted[0]]):
