@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hopline.data import convert
-from hopline.data.convert import Runs, convert_edges, from_edges
+from hopline.data.convert import Runs, from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.edges import Edges
 from hopline.data.store import verify
@@ -58,7 +58,7 @@ def test_chunks_through_a_folder_give_the_graph_made_in_memory(
     arrays = {"weight": weight, "attr": attr}
     expected = from_edges(edges, num_nodes=95, edge=arrays, **options).graph
     chunks = [(edges[:, i : i + 400], {n: a[i : i + 400] for n, a in arrays.items()}) for i in range(0, 1500, 400)]
-    ours = convert_edges(iter(chunks), tmp_path / "d", num_nodes=95, chunk_edges=chunk_edges, **options)
+    ours = from_edges(iter(chunks), folder=tmp_path / "d", num_nodes=95, chunk_edges=chunk_edges, **options)
     verify(tmp_path / "d")
     assert torch.equal(ours.graph.indptr, expected.indptr)
     assert torch.equal(ours.graph.indices, expected.indices)
@@ -97,7 +97,7 @@ def test_the_number_of_nodes_is_derived_from_features_labels_or_ids() -> None:
 
 
 def test_an_empty_edge_list_can_be_written(tmp_path: Path) -> None:
-    dataset = convert_edges([], tmp_path / "d", num_nodes=3, self_loops="add")
+    dataset = from_edges([], folder=tmp_path / "d", num_nodes=3, self_loops="add")
     assert dataset.graph.indices.tolist() == [0, 1, 2]
 
 
@@ -107,14 +107,14 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
         yield torch.full((2, 5), 77)
 
     with pytest.raises(ValueError, match=r"Edge 5 .*77 to 77.* 10 nodes"):
-        convert_edges(chunks(), tmp_path / "d", num_nodes=10)
+        from_edges(chunks(), folder=tmp_path / "d", num_nodes=10)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_arrays_must_be_in_every_chunk(tmp_path: Path) -> None:
     index = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="Not all chunks"):
-        convert_edges([index, (index, {"weight": torch.ones(3)})], tmp_path / "d", num_nodes=1)
+        from_edges([index, (index, {"weight": torch.ones(3)})], folder=tmp_path / "d", num_nodes=1)
 
 
 def test_groups_hold_no_more_than_asked_for(tmp_path: Path) -> None:
@@ -157,7 +157,9 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_edges(tmp_path: Path, mon
     monkeypatch.setattr(convert, "group", spy)
     chunk = 50_000
     tracemalloc.start()  # sees what NumPy allocates: the chunks and the order of each group
-    dataset = convert_edges(_LazyEdges(2_000_000, 100_000, chunk), tmp_path / "d", num_nodes=100_000, chunk_edges=chunk)
+    dataset = from_edges(
+        _LazyEdges(2_000_000, 100_000, chunk), folder=tmp_path / "d", num_nodes=100_000, chunk_edges=chunk
+    )
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert dataset.num_edges == 2_000_000

@@ -23,18 +23,14 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize("reader", ["arrow", "plain"])
 @pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("kind", POOLS)
 def test_edges_join_the_nodes_that_the_file_names(
-    kind: str, in_chunks: bool, reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, in_chunks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of a few rows, some with numbers alone, some with texts, give the graph that Python reads off the file."""
-    if reader == "plain":
-        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     if in_chunks:
         monkeypatch.setattr(csv_parquet, "BLOCK_BYTES", 64)
-        monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 3)
     draw = random.Random(kind)
     # All of the pool, at the end, so that the first chunks do not tell what kind of ids these are.
     ends = draw.choices(POOLS[kind][:2], k=30) + POOLS[kind]

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
-from hopline.data.formats.csv_parquet import from_csv, from_parquet
+from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.formats.npz import from_npz
 from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.formats.pyg import from_pyg, from_scipy
@@ -165,7 +165,7 @@ def _parquet(where: Path, **options: Any) -> Dataset:
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"src": EDGES[0], "dst": EDGES[1]}), where / "edges.parquet")
     parquet.write_table(arrow.table({"f": X[:, 0], "label": Y}), where / "nodes.parquet")
-    return from_parquet(where / "edges.parquet", where / "nodes.parquet", **options)
+    return from_csv(where / "edges.parquet", where / "nodes.parquet", **options)
 
 
 def _npz(where: Path, **options: Any) -> Dataset:

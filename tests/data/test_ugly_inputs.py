@@ -6,19 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hopline.data.formats import csv_parquet
 from hopline.util.log import logger
 from tests.data.ugly_inputs import CASES, Case, outcome
 
-READERS = [(case, reader) for case in CASES for reader in ("arrow", "plain")[: 1 + case.name.startswith("CSV")]]
 
-
-@pytest.mark.parametrize(("case", "reader"), READERS, ids=[f"{case.name}-{reader}" for case, reader in READERS])
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_an_ugly_input_is_read_rightly_or_refused_with_what_to_type(
-    case: Case, reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    case: Case, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if reader == "plain":
-        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
     caplog.set_level("INFO", logger.name)
     verdict, words = outcome(case, tmp_path)
     assert verdict == ("refused" if case.refused else "right"), words

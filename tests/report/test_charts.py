@@ -6,18 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hopline.report.charts import (
-    MAX_BARS,
-    MAX_HOVERS,
-    PALETTE,
-    PALETTE_STYLE,
-    bar_chart,
-    colour_of,
-    format_short,
-    line_chart,
-    ticks,
-)
-from hopline.report.format import MILLISECONDS, SECONDS
+from hopline.report.charts import MAX_HOVERS, PALETTE, PALETTE_STYLE, colour_of, format_short, line_chart, ticks
 
 
 def drawing(figure: str) -> ElementTree.Element:
@@ -68,23 +57,17 @@ def test_the_legend_names_curves_unless_the_title_does():
 
 def test_no_points_no_chart():
     assert line_chart("Loss", {"loss": []}) == ""
-    assert bar_chart("Stages", [], [], SECONDS) == ""
-    assert bar_chart("Stages", [], [(1, {})], SECONDS) == ""
-    assert bar_chart("Stages", ["step"], [], SECONDS) == ""
 
 
 def test_names_are_escaped():
     figure = line_chart("<b>", {"a<script>": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]})
     assert "<script" not in figure
     assert "a<script>, epoch 1: 1" in titles(figure)
-    assert "x<y, epoch 1: 1.00 s" in titles(bar_chart("Stages", ["x<y"], [(1, {"x<y": 1.0})], SECONDS))
 
 
 def test_long_runs_stay_small():
     many = [(float(epoch), 1.0 / epoch) for epoch in range(1, 5001)]
     assert len(titles(line_chart("Loss", {"loss": many}))) <= MAX_HOVERS
-    bars = [(epoch, {"sample": value, "step": 1.0}) for epoch, value in many]
-    assert len(titles(bar_chart("Stages", ["sample", "step"], bars, SECONDS))) <= 2 * MAX_BARS
 
 
 def test_a_chart_may_have_another_x_axis_and_start_at_zero():
@@ -95,36 +78,6 @@ def test_a_chart_may_have_another_x_axis_and_start_at_zero():
     assert texts[-1] == "step"
     ends = [float(circle.attrib["cx"]) for circle in drawing(figure).iter("circle")]
     assert 800 < ends[1] < 900
-
-
-def test_bars_stack_without_gaps_to_scale():
-    figure = bar_chart("Stages", ["sample", "step"], [(1, {"step": 3.0, "sample": 1.0}), (2, {"step": 2.0})], SECONDS)
-    boxes = [{k: float(r.attrib[k]) for k in ("x", "y", "height")} for r in drawing(figure).iter("rect")]
-    sample, step, absent, second = boxes
-    assert step["height"] == pytest.approx(3 * sample["height"], abs=0.3)
-    assert step["y"] + step["height"] == pytest.approx(sample["y"], abs=0.2)
-    assert absent["height"] == 0
-    assert second["height"] == pytest.approx(2 * sample["height"], abs=0.3)
-    assert second["x"] > step["x"]
-
-
-def test_grouped_bars_show_the_mean_of_their_epochs():
-    bars = [(epoch, {"step": float(epoch)}) for epoch in range(1, 2 * MAX_BARS + 1)]
-    assert titles(bar_chart("Stages", ["step"], bars, SECONDS))[0] == "step, epoch 1–2: 1.50 s"
-
-
-def test_bars_are_drawn_in_their_unit():
-    figure = bar_chart("Stages", ["step"], [(1, {"step": 0.25})], MILLISECONDS)
-    assert "Stages, in ms" in figure
-    assert titles(figure) == ["step, epoch 1: 250.0 ms"]
-    assert "250" in [element.text for element in drawing(figure).iter("text")]
-
-
-def test_every_name_has_a_colour_of_its_own_in_bars_and_legend():
-    names = [f"stage{i}" for i in range(16)]
-    figure = bar_chart("Stages", names, [(1, dict.fromkeys(names, 1.0))], SECONDS)
-    assert re.findall(r"fill:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(16)]
-    assert re.findall(r"background:var\((--c\d+)\)", figure) == [f"--c{i}" for i in range(16)]
 
 
 def test_there_is_a_colour_for_every_number_on_both_pages():

@@ -133,11 +133,6 @@ def from_edges(
     return dataset.with_split(split)
 
 
-def convert_edges(edges: EdgeSource, folder: str | os.PathLike[str], **arguments: Any) -> Dataset:
-    """`from_edges` into a folder, in memory bounded by `chunk_edges`, whatever the number of edges."""
-    return from_edges(edges, folder=folder, **arguments)
-
-
 def _count_nodes(edges: EdgeSource, num_nodes: int | None, rows: list[Any], options: EdgeOptions) -> int:
     """The number of nodes: given, or that of the rows, or one more than the largest id."""
     if num_nodes is not None:

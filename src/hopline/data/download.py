@@ -32,11 +32,9 @@ class Source:
     name: str
     """Name by which it is opened, and of its folder under the data root."""
     what: str
-    """Description in a few words."""
     kind: str
     """Class in `torch_geometric.datasets`, or the name of OGB's archive."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the class."""
     is_ogb: bool = False
     """Whether `kind` is an archive of OGB."""
 

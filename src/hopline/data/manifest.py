@@ -35,11 +35,8 @@ class ArrayEntry:
     """One array file of the folder, `<name>.npy`."""
 
     file: str
-    """Name of the file in the folder."""
     dtype: str
-    """Element type, by torch's name."""
     shape: tuple[int, ...]
-    """Sizes of all dimensions."""
     num_bytes: int
     """Size of the file, header included."""
     checksum: str
@@ -51,13 +48,10 @@ class Manifest:
     """All of a dataset but the numbers of its arrays."""
 
     name: str
-    """Name of the dataset."""
     num_nodes: int
-    """Number of nodes."""
     num_edges: int
     """Number of stored (directed) edges."""
     task: LabelKind
-    """Kind of labels."""
     num_classes: int
     """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     num_splits: int
@@ -65,7 +59,6 @@ class Manifest:
     tables: dict[str, int]
     """Table name -> number of columns of a sparse (CSR) table, or -1 for a dense one."""
     arrays: dict[str, ArrayEntry]
-    """Array name -> its file."""
     meta: dict[str, Any]
     """Origin of the dataset, in plain JSON values."""
 

@@ -32,15 +32,12 @@ class NodeData:
     """Everything of a dataset but its graph."""
 
     num_nodes: int
-    """Number of nodes."""
     tables: dict[str, Table]
-    """Named rows per node."""
     y: Tensor | None
     """Labels as a `Dataset` holds them."""
     all_splits: SplitSets
     """Every split, the first being the default."""
     task: LabelKind
-    """Kind of labels."""
     num_classes: int
     """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
 
@@ -240,5 +237,4 @@ def class_labels(y: Any, task: LabelKind | None) -> Tensor | None:
 
 
 def _count_classes(y: Tensor | None, task: LabelKind) -> int:
-    """The smallest number of classes that the labels allow."""
     return 0 if y is None else LABELS[task].count(y)

@@ -45,11 +45,9 @@ class DataBytes:
     indptr: int
     """Bytes of `indptr`, which is on the device even if the edges are pinned."""
     features: int
-    """Bytes of all rows of the table "x"."""
     hot_slots: int
     """Bytes of the index of a cache: for each node an int32 on the device, its row in the cache or -1."""
     labels: int
-    """Bytes of the labels."""
     can_cache: bool = True
     """Whether rows of "x" can be cached one by one. Those of a sparse table cannot."""
 
@@ -78,7 +76,6 @@ class Layout:
     cache: int
     """Bytes of pinned rows that are copied to the device."""
     labels: bool
-    """Whether the labels are on the device."""
     spare_bytes: int
     """Bytes of device memory that other tables may take."""
 
@@ -204,7 +201,6 @@ def apply_layout(
 
 
 def _copy_to_device(table: Table, device: torch.device) -> Table:
-    """A table with all rows on the device."""
     if isinstance(table, SparseTable):
         return table.to(device)
     copy = make_table(table, device_cache="all", device=device)

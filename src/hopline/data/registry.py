@@ -38,9 +38,7 @@ class NameInfo(NamedTuple):
     """A dataset that can be opened by name: a line of `hopline datasets`."""
 
     name: str
-    """Name to open it by."""
     what: str
-    """Description in a few words."""
     where: str
     """Its path, "built in" or "download"."""
 
@@ -62,9 +60,7 @@ class Location(NamedTuple):
     path: Path | None = None
     """A folder, or an .npz file."""
     built_in: str | None = None
-    """The name of a built-in graph."""
     source: download.Source | None = None
-    """The download."""
     is_converted: bool = False
     """Whether `path` is a dataset made with the options that were asked for: none is left to apply."""
 
@@ -195,12 +191,13 @@ def _check_exists(path: Path) -> None:
 def _open_path(path: Path, split: int, check: bool, options: dict[str, Any]) -> Dataset:
     """Open a dataset folder, or convert an .npz file or an OGB folder in memory with these options."""
     from hopline.data.formats.npz import from_npz
-    from hopline.data.formats.ogb import from_ogb_folder
     from hopline.data.store import open_folder, verify
 
     if path.suffix == ".npz" and not path.is_dir():
         return _validate_if(check, from_npz(path, split=split, **options))
     if not is_dataset(path) and is_ogb_folder(path):
+        from hopline.data.formats.ogb import from_ogb_folder  # imports pyarrow
+
         return _validate_if(check, from_ogb_folder(path, split=split, **options))
     if options:
         raise ValueError(f"{path} is already converted: leave out {', '.join(options)}, or convert it anew with them.")

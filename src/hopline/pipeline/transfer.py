@@ -94,7 +94,6 @@ class PendingBatch(Generic[B]):
     """A batch whose tensors are still on their way. Nothing may use it before `Mover.ready` returns the batch."""
 
     batch: B
-    """The batch on the device."""
     tensors: list[Tensor]
     """All tensors on the device that copies write to."""
     event: Any

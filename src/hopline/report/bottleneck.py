@@ -54,21 +54,17 @@ class Setup:
     workers: int = 0
     """Threads that prepare batches. 0: the thread that trains does."""
     look_ahead: int = 1
-    """Batches that may be prefetched."""
     max_workers: int = 0
     """Most threads that may prepare batches."""
     planned: bool = False
     """Whether a plan has changed the method's settings to keep to a budget."""
     num_cores: int = 1
-    """Cores of this process."""
     sampled: bool = False
     """Whether batches are sampled. Smaller fan-outs then make them smaller."""
     on_gpu: bool = False
-    """Whether a GPU trains."""
     drawn_on_gpu: bool = False
     """Whether a GPU prepares the batches."""
     bf16: bool = False
-    """Whether training computes in bfloat16."""
     gpu_free: bool = False
     """Whether the host has a GPU, but the CPU trains."""
 
@@ -78,9 +74,7 @@ class Explanation:
     """Why one epoch, or several epochs together, took as long as they did."""
 
     num_batches: int
-    """Batches of the epoch."""
     seconds: float
-    """Seconds that the epoch took."""
     stages: dict[str, float]
     """Seconds of each stage. Time without a core is left out, as far as it is known."""
     shares: dict[str, float]
@@ -181,11 +175,9 @@ class _Verdict(NamedTuple):
     """The bottleneck, and what to do about it."""
 
     bottleneck: str
-    """As `Explanation.bottleneck`."""
     extent: str
     """The bottleneck and its share of the time or of the work, for people."""
     advice: str
-    """As `Explanation.advice`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,19 +185,15 @@ class _Facts:
     """The measurements by which the verdict is found."""
 
     setup: Setup
-    """How the run is set up."""
     shares: Mapping[str, float]
-    """Each stage as a share of the work, as `Explanation.shares`."""
     prepared: float
     """Share of the work in `PREPARING_STAGES`."""
     waited: float
-    """Share of the epoch in which training waited for batches."""
     idle: float
     """Share of the time of preparing threads in which they had nothing to do."""
     rest: float
     """Share of the epoch in which the thread that trains was in no stage and did not wait for batches."""
     work_s: Mapping[str, float]
-    """Seconds of each stage, as `Explanation.stages`. Time in which threads had no core is left out."""
     spans_s: Mapping[str, float]
     """Seconds in spans of each stage. Time in which threads had no core is included."""
 

@@ -1,8 +1,7 @@
-"""Charts as SVG text: curves over epochs and stacked bars, with axes, a legend and values on hover.
+"""`line_chart`: curves over epochs or steps as SVG text, with axes, a legend and values on hover.
 
-The charts are for the HTML page of a run's report (`report/page.py`). That page needs no script and no other
-file. A value is shown on hover by the `<title>` of its shape. Colours are CSS variables, `--c0`, `--c1`, ...,
-which `PALETTE` has.
+It is for the HTML page of a run's report (`report/page.py`). That page needs no script and no other file. A value is
+shown on hover by the `<title>` of its dot. Colours are CSS variables, `--c0`, `--c1`, ..., which `PALETTE` has.
 
     y of the SVG grows downwards       TOP +-----------------+
                                            |    the curves   |
@@ -11,11 +10,8 @@ which `PALETTE` has.
 """
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-
-from hopline.report.format import Quantity
 
 PALETTE = (
     ("#2563eb", "#6ea0ff"),
@@ -45,7 +41,7 @@ PALETTE_STYLE = ":root{{{light}}}@media (prefers-color-scheme: dark){{:root{{{da
 
 
 def colour_of(number: int) -> str:
-    """The colour of a curve or a part, by its number. After the last colour come the first ones again."""
+    """The colour of a curve or a stage, by its number. After the last colour come the first ones again."""
     return f"var(--c{number % len(PALETTE)})"
 
 
@@ -60,12 +56,9 @@ LEFT = 58
 RIGHT = 14
 TOP = 12
 BOTTOM = 40
-MAX_BAR_WIDTH = 64
-LABEL_CHARS = 110
-"""Characters that the labels below a bar chart may have together before some are left out."""
 
-MAX_BARS = 60
-"""Most bars of a bar chart, and most points of a curve with dots."""
+MAX_DOTS = 60
+"""Most points of a curve with dots."""
 MAX_HOVERS = 400
 """Most points of a curve that show their value on hover."""
 
@@ -101,46 +94,6 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 def swatch(colour: int, name: str) -> str:
     """Write a name with its colour before it, as HTML. colour: its number, as in `--c0`."""
     return f'<span class="key"><i style="background:{colour_of(colour)}"></i>{escape(name)}</span>'
-
-
-def _figure(title: str, names: Iterable[str], width: int, drawing: str) -> str:
-    """Put a drawing into a figure with its title and a legend.
-
-    names: those of the colours, from `--c0` on.
-    """
-    names = list(names)
-    # A single curve that is named like the chart needs no legend.
-    needs_legend = names != [title.lower()]
-    keys = "".join(swatch(i, name) for i, name in enumerate(names)) if needs_legend else ""
-    kind = "wide" if width > WIDTH else ""
-    view = f'class="{kind}" viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(title)}"'
-    return (
-        f"<figure><figcaption>{escape(title)}{keys}</figcaption>"
-        f'<div class="scroll"><svg {view}>{drawing}</svg></div>'
-        "</figure>"
-    )
-
-
-def _axes(
-    label_xs: Sequence[float], labels: Sequence[str], y_ticks: Sequence[float], width: int, over: str = "epoch"
-) -> str:
-    """Draw horizontal gridlines with numbers at the left, and labels below.
-
-    label_xs: Centre of each label, in units of the SVG.
-    labels: Texts below the drawing.
-    y_ticks: Values of the gridlines, ascending.
-    over: Title of the horizontal axis.
-    """
-    floor = HEIGHT - BOTTOM
-    parts = []
-    for value in y_ticks:
-        y = _scale(value, y_ticks[0], y_ticks[-1], floor, TOP)
-        parts.append(f'<line class="gridline" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{format_short(value)}</text>')
-    for x, text in zip(label_xs, labels, strict=True):
-        parts.append(f'<text x="{x:.1f}" y="{floor + 16}" text-anchor="middle">{text}</text>')
-    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{over}</text>')
-    return "".join(parts)
 
 
 def _scale(value: float, low: float, high: float, start: float, stop: float) -> float:
@@ -184,61 +137,34 @@ def line_chart(
     def scale_y(y: float) -> float:
         return _scale(y, y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
 
-    parts = [_axes([scale_x(x) for x in x_ticks], [f"{x:g}" for x in x_ticks], y_ticks, width, over)]
+    floor = HEIGHT - BOTTOM
+    parts = []
+    for value in y_ticks:
+        y = scale_y(value)
+        parts.append(f'<line class="gridline" x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{format_short(value)}</text>')
+    for x in x_ticks:
+        parts.append(f'<text x="{scale_x(x):.1f}" y="{floor + 16}" text-anchor="middle">{x:g}</text>')
+    parts.append(f'<text x="{(LEFT + width - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">{over}</text>')
     for i, (name, points) in enumerate(series.items()):
         colour = colour_of(i)
         drawn = [(scale_x(x), scale_y(y)) for x, y in points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
         parts.append(f'<polyline class="curve" style="stroke:{colour}" points="{line}"/>')
-        # Up to MAX_BARS points are drawn as dots. More dots would hide the curve, so those are transparent. They
+        # Up to MAX_DOTS points are drawn as dots. More dots would hide the curve, so those are transparent. They
         # only serve to be pointed at, and are larger for it.
-        dot = f'r="3" style="fill:{colour}"' if len(points) <= MAX_BARS else 'r="6" fill="transparent"'
+        dot = f'r="3" style="fill:{colour}"' if len(points) <= MAX_DOTS else 'r="6" fill="transparent"'
         every = -(-len(points) // MAX_HOVERS)
         for (x, y), (epoch, value) in list(zip(drawn, points, strict=True))[::every]:
             hover = f"{escape(name)}, {over} {epoch:g}: {value:.6g}"
             parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" {dot}><title>{hover}</title></circle>')
-    return _figure(title, series, width, "".join(parts))
 
-
-def bar_chart(
-    title: str, names: Sequence[str], bars: Sequence[tuple[float, Mapping[str, float]]], unit: Quantity
-) -> str:
-    """Draw one stacked bar per epoch as an SVG figure. "" if there are no names or no bars.
-
-    With more than `MAX_BARS` epochs a bar is the mean of several.
-
-    names: Parts of a bar from the bottom up. The first one has the colour `--c0`.
-    bars: (epoch, seconds by name).
-    unit: The unit of the vertical axis.
-    """
-    if not names or not bars:
-        return ""
-    per_bar = -(-len(bars) // MAX_BARS)
-    labels: list[str] = []
-    means: list[dict[str, float]] = []  # of each bar: the heights of its parts by name, in `unit`
-    for start in range(0, len(bars), per_bar):
-        group = bars[start : start + per_bar]
-        first_epoch = group[0][0]
-        last_epoch = group[-1][0]
-        labels.append(f"{first_epoch:g}" if len(group) == 1 else f"{first_epoch:g}–{last_epoch:g}")
-        mean_s = {name: statistics.fmean(seconds_of.get(name, 0.0) for _, seconds_of in group) for name in names}
-        means.append({name: seconds / unit.seconds for name, seconds in mean_s.items()})
-
-    y_ticks = ticks(0, max(sum(heights.values()) for heights in means) or 1.0)
-    width = 2 * WIDTH
-    pitch = (width - LEFT - RIGHT) / len(means)
-    bar_width = min(pitch * 0.72, MAX_BAR_WIDTH)
-    centres = [LEFT + pitch * (i + 0.5) for i in range(len(means))]
-    # If all labels, each as long as the longest, exceed LABEL_CHARS, only every second, third, ... is drawn.
-    every = -(-len(means) * max(map(len, labels)) // LABEL_CHARS)
-    parts = [_axes(centres[::every], labels[::every], y_ticks, width)]
-    for centre, label, heights in zip(centres, labels, means, strict=True):
-        height_below = 0.0
-        for i, (name, value) in enumerate(heights.items()):
-            bottom = _scale(height_below, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
-            height_below += value
-            top = _scale(height_below, 0, y_ticks[-1], HEIGHT - BOTTOM, TOP)
-            box = f'x="{centre - bar_width / 2:.1f}" y="{top:.1f}" width="{bar_width:.1f}" height="{bottom - top:.1f}"'
-            hover = escape(f"{name}, epoch {label}: {unit.write(value * unit.seconds)} {unit.name}")
-            parts.append(f'<rect {box} style="fill:{colour_of(i)}"><title>{hover}</title></rect>')
-    return _figure(f"{title}, in {unit.name}", names, width, "".join(parts))
+    # A single curve that is named like the chart needs no legend.
+    keys = "".join(swatch(i, name) for i, name in enumerate(series)) if list(series) != [title.lower()] else ""
+    kind = "wide" if width > WIDTH else ""
+    view = f'class="{kind}" viewBox="0 0 {width} {HEIGHT}" role="img" aria-label="{escape(title)}"'
+    return (
+        f"<figure><figcaption>{escape(title)}{keys}</figcaption>"
+        f'<div class="scroll"><svg {view}>{"".join(parts)}</svg></div>'
+        "</figure>"
+    )

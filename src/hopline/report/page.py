@@ -22,7 +22,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hopline.report.charts import MAX_HOVERS, PALETTE_STYLE, WIDTH, Points, bar_chart, line_chart, swatch
+from hopline.report.charts import MAX_HOVERS, PALETTE_STYLE, WIDTH, Points, line_chart, swatch
 from hopline.report.format import ABSENT, amount, duration, percent, unit_of
 from hopline.report.settings import flatten, read_config
 from hopline.util.config import format_size, plural
@@ -122,7 +122,6 @@ class RunFiles:
     """Contents of a run folder. A record that a run did not write is {}."""
 
     name: str
-    """Name of the run."""
     about: Record
     """config.json: settings, command, versions and machine."""
     start: Record
@@ -183,17 +182,13 @@ def _is_record(value: Any) -> bool:
     return all(word is None or isinstance(word, str) for word in words) and all(map(is_number, amounts))
 
 
-def read_run(folder: Path) -> RunFiles:
+def read_run(folder: Path, max_lines: int | None = None) -> RunFiles:
     """Read the folder of a run that ended, failed, was killed or is under way.
 
-    Raises a ValueError if config.json is missing or damaged.
+    max_lines: read as many lines of metrics.jsonl at most. Raises a ValueError if config.json is missing or damaged.
     """
-    return _run_files(folder, _read_lines(folder / "metrics.jsonl"))
-
-
-def _run_files(folder: Path, lines: Sequence[Record | None]) -> RunFiles:
-    """The contents of a run folder. lines: the records of metrics.jsonl, None for a line that is none."""
     about = read_config(folder)
+    lines = _read_lines(folder / "metrics.jsonl")[:max_lines]
     name = str(about["config"].get("name") or folder.resolve().name)
     records = [record for record in lines if record is not None]
     # By epoch and split: a resumed run may evaluate an epoch again, and the last record counts.
@@ -232,22 +227,20 @@ def render(folder: Path) -> str:
 
     Raises a ValueError if config.json is missing or damaged, or if a record of metrics.jsonl lacks something.
     """
-    path = folder / "metrics.jsonl"
-    lines = _read_lines(path)
-    _run_files(folder, [])  # refuses a damaged config.json by itself
+    run = read_run(folder)
 
-    def find_error(num_lines: int) -> Exception | None:
-        """Why the page of the first lines cannot be made."""
+    def is_damaged(num_lines: int) -> bool:
         try:
-            _render(_run_files(folder, lines[:num_lines]))
-        except Exception as error:
-            return error
-        return None
+            _render(read_run(folder, num_lines))
+        except Exception:
+            return True
+        return False
 
     try:
-        return _render(_run_files(folder, lines))
+        return _render(run)
     except Exception as error:
-        line = bisect.bisect_left(range(len(lines)), True, key=lambda num_lines: find_error(num_lines) is not None)
+        path = folder / "metrics.jsonl"
+        line = bisect.bisect_left(range(len(_read_lines(path))), True, key=is_damaged)
         where = f"'{path}', line {line}" if line else f"'{folder / 'config.json'}'"
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{where} is damaged ({reason}): restore the file, or remove the line.") from error
@@ -745,37 +738,39 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
     if not names:
         return ""
     unit = unit_of([statistics.median(sum(stages.values()) for stages in work)])
-    parts = ["<h2>Pipeline</h2>"]
-    if pipeline.get("sentence"):
-        parts.append(f'<p class="notice">{escape(str(pipeline["sentence"]))}</p>')
-    parts.append(f'<p class="dim">{_pipeline_note(pipeline)}</p>')
-    has_several = len(epochs) > 1
-    if has_several:  # one epoch needs no chart besides the table
-        bars = [(epoch["epoch"], stages) for epoch, stages in zip(epochs, work, strict=True)]
-        parts.append(bar_chart("Work by stage", names, bars, unit))
+    sentence = pipeline.get("sentence")
+    notice = _notice(str(sentence)) if sentence else ""
+    chart = ""
+    if len(epochs) > 1:  # one epoch needs no chart besides the table
+        of_stages = [(name, [stages.get(name, 0.0) for stages in work]) for name in names]
+        curves = dict([*of_stages, ("all stages", [sum(stages.values()) for stages in work])])
+        series = {
+            name: [(epoch["epoch"], seconds / unit.seconds) for epoch, seconds in zip(epochs, times, strict=True)]
+            for name, times in curves.items()
+        }
+        chart = line_chart(f"Work by stage, in {unit.name}", series, always_shown=0.0, width=2 * WIDTH)
 
-    heads = ["stage"]
-    if has_several:
-        heads += [f"first epoch ({unit.name})", f"later epochs, mean ({unit.name})", "± std"]
-    else:
-        heads.append(f"epoch ({unit.name})")
-    if shares:
-        heads.append("share of the work")
+    heads = ("stage", f"first epoch ({unit.name})", f"later epochs, mean ({unit.name})", "± std", "share of the work")
     rows = []
     for i, name in enumerate(names):
         first, *later = [stages.get(name, 0.0) for stages in work]
+        mean = statistics.fmean(later) if later else None
+        deviation = statistics.stdev(later) if len(later) > 1 else None
         # The tile names the same stage, from the same record.
         mark = ' <span class="dim">bottleneck</span>' if name == pipeline.get("bottleneck") else ""
-        cells = [Html(swatch(i, name) + mark), unit.write(first)]
-        if has_several:
-            cells.append(unit.write(statistics.fmean(later)))
-            cells.append(unit.write(statistics.stdev(later) if len(later) > 1 else None))
-        if shares:
-            cells.append(percent(shares[name]) if name in shares else "")
-        rows.append(cells)
+        times = map(unit.write, (first, mean, deviation))
+        rows.append((Html(swatch(i, name) + mark), *times, percent(shares[name]) if name in shares else ""))
 
+    note = "Work of each stage per epoch, without waiting."
     sums = []
     if shares:
+        workers = pipeline.get("workers")
+        if workers:
+            note += f" Prefetch by {workers} {plural(workers, 'thread')}: stages overlap."
+        else:
+            note += " No prefetch: the thread that trains also prepares the batches."
+        num_batches = pipeline["num_batches"]
+        note += f" {num_batches:,} {plural(num_batches, 'batch')} per epoch."
         serial_s = pipeline["serial_s"]
         bound = pipeline["bound"]
         for name, time_s, share in (
@@ -783,21 +778,6 @@ def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
             ("least with perfect overlap", serial_s * bound, bound),
             ("measured epoch", pipeline["seconds"], pipeline["achieved"]),
         ):
-            time_text = unit.write(time_s)
-            time_cells = ["", time_text, ""] if has_several else [time_text]
-            sums.append([name, *time_cells, percent(share)])
-    return "".join([*parts, table(heads, rows, numbers_from=1, sums=sums)])
-
-
-def _pipeline_note(pipeline: Record) -> str:
-    """What the times below mean."""
-    sentences = ["Work of each stage per epoch, without waiting."]
-    if pipeline.get("shares"):
-        workers = pipeline.get("workers")
-        if workers:
-            sentences.append(f"Prefetch by {workers} {plural(workers, 'thread')}: stages overlap.")
-        else:
-            sentences.append("No prefetch: the thread that trains also prepares the batches.")
-        num_batches = pipeline["num_batches"]
-        sentences.append(f"{num_batches:,} {plural(num_batches, 'batch')} per epoch.")
-    return " ".join(sentences)
+            sums.append((name, "", unit.write(time_s), "", percent(share)))
+    by_stage = table(heads, rows, numbers_from=1, sums=sums)
+    return f'<h2>Pipeline</h2>{notice}<p class="dim">{note}</p>{chart}{by_stage}'

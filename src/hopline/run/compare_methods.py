@@ -83,7 +83,6 @@ class Candidate:
     """A method with its plan within a budget, or with the reason why there is none."""
 
     method: Method
-    """The method with the settings that were tried."""
     plan: Plan | None = None
     """The plan within the budget; None if the method does not fit."""
     refusal: str = ""

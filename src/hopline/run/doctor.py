@@ -26,8 +26,8 @@ PACKAGES = {
     "torch-geometric": True,
     "numba": True,
     "numpy": True,
+    "pyarrow": True,
     "pymetis": False,
-    "pyarrow": False,
     "scipy": False,
     "triton": False,
 }
@@ -38,9 +38,7 @@ class Finding(NamedTuple):
     """One line of `hopline doctor`."""
 
     subject: str
-    """The name of the checked thing, such as "numba" or "memory"."""
     text: str
-    """The result of the check, in words."""
     is_fine: bool
     """Whether the check passed. If any check did not, `hopline doctor` exits with status 1.
 

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
@@ -324,7 +326,6 @@ class _ScoresForMetric:
             yield chunk
 
     def measure(self) -> dict[str, float] | None:
-        """The metric, by name. None without labels."""
         if self.labels is None or not any(len(ids) for ids in self.ids):
             return None
         labels = self.labels[torch.cat(self.ids)]
@@ -350,11 +351,6 @@ def _write_csv(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: Infer
 
 
 def _write_parquet(path: Path, run: SavedRun, chunks: Iterator[Chunk], config: InferConfig, num_rows: int) -> list[str]:
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ValueError("Parquet needs pyarrow: run pip install 'hopline[parquet]', or choose out=FILE.csv") from error
     names: list[str] = []
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(replacing(path))

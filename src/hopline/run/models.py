@@ -218,7 +218,6 @@ def _layer_options(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _make_encoder(spec: ModelSpec, data: Dataset) -> nn.Module:
-    """The linear layer before the convs."""
     linear = nn.Linear(data.num_features, spec.hidden)
     if spec.norm == "none" or spec.jk in ("none", "last"):
         return linear

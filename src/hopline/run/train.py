@@ -319,7 +319,6 @@ def open_data(config: RunConfig) -> Dataset:
 
 
 def _read_weights(content: bytes, suffix: str) -> Any:
-    """The `state_dict` in the bytes of a file."""
     if suffix != ".safetensors":
         return torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     import safetensors.torch  # whoever has such a file has the package, as a rule

@@ -366,11 +366,9 @@ class _Assignment:
     path: tuple[str, ...]
     """Names from this level down: ("conv", "heads") at the level of `model`."""
     text: str
-    """The value as typed."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether a whole field is assigned, and not a field inside it."""
         return len(self.path) == 1
 
     def inside(self) -> _Assignment:

@@ -58,7 +58,6 @@ class _Source(NamedTuple):
     """The origin of a public name."""
 
     module: str
-    """The dotted path of the module."""
     name: str | None
     """The name in the module; None for the module itself."""
 

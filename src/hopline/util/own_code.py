@@ -110,7 +110,6 @@ def _import_file(key: str, name: str, typed_path: Path) -> ModuleType:
 
 
 def _import_error(key: str, name: str, source: str, error: Exception) -> ValueError:
-    """An error for a module or file that exists and raises an error when it is imported."""
     reason = " ".join(str(error).split())[:MAX_REASON_CHARACTERS]
     return ValueError(
         f"{key}={name} cannot be used, since {source} fails when it is imported ({type(error).__name__}: {reason}). "

@@ -136,7 +136,6 @@ class _Lines(Progress):
             self._write(*parts)
 
     def _write(self, *parts: str) -> None:
-        """Write a line of the label, the parts and the latest values."""
         texts = list(parts)
         if self._values:
             texts.append(_format_values(self._values))

@@ -23,7 +23,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -35,12 +35,10 @@ class Span:
     """One timed stretch of work."""
 
     name: str
-    """The name of the work, such as "sample"."""
     start_s: float
     """The start by `time.perf_counter`, in seconds. For a GPU's work, the moment at which the host asked
     for it."""
     duration_s: float
-    """The duration in seconds."""
     thread: str
     """The name of the thread that did the work, or asked a GPU for it."""
 
@@ -61,14 +59,11 @@ class Listener(Protocol):
 
 
 class _DeviceSpan(NamedTuple):
-    """A span of a GPU's work that is not reported yet."""
+    """A `Span` of a GPU's work that is not reported yet."""
 
     name: str
-    """The name of the work."""
     start_s: float
-    """The start on the host by `time.perf_counter`, in seconds."""
     thread: str
-    """The name of the thread that asked for the work."""
     start: torch.cuda.Event
     """Recorded on the stream before the work."""
     end: torch.cuda.Event
@@ -107,6 +102,10 @@ class _Trace:
             if not self.listeners:
                 self.pending.clear()
 
+    def report(self, span: Span) -> None:
+        for listener in self.listeners:
+            listener.on_span(span)
+
 
 _trace = _Trace()
 
@@ -121,16 +120,8 @@ def listen(listener: Listener) -> Iterator[None]:
         _trace.remove(listener)
 
 
-class _Silent:
-    """A span without a listener: a context that does nothing."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *error: object) -> None:
-        return None
+_SILENT = nullcontext()
+"""A span without a listener: a context that does nothing. One object for all of them, since steps open many."""
 
 
 class _SpanTimer:
@@ -148,15 +139,9 @@ class _SpanTimer:
         tell(self.name, self.start_s, time.perf_counter() - self.start_s)
 
 
-_SILENT = _Silent()
-
-
 def tell(name: str, start_s: float, duration_s: float) -> None:
     """Report a span that the caller has timed, under the name of the calling thread."""
-    thread = threading.current_thread().name
-    span = Span(name=name, start_s=start_s, duration_s=duration_s, thread=thread)
-    for listener in _trace.listeners:
-        listener.on_span(span)
+    _trace.report(Span(name, start_s, duration_s, threading.current_thread().name))
 
 
 class _DeviceSpanTimer:
@@ -175,9 +160,8 @@ class _DeviceSpanTimer:
     def __exit__(self, *error: object) -> None:
         end = torch.cuda.Event(enable_timing=True)
         end.record()
-        thread = threading.current_thread().name
         _trace.pending.append(
-            _DeviceSpan(name=self.name, start_s=self.start_s, thread=thread, start=self.start, end=end)
+            _DeviceSpan(self.name, self.start_s, threading.current_thread().name, start=self.start, end=end)
         )
         # Old spans are reported now, while the GPU is busy: it may be idle during `end_device_spans`. Two
         # are reported for each new one, so that the queue shrinks.
@@ -231,9 +215,7 @@ def _report_oldest(wait_for_thread: str | None = None) -> None:
             pending.append(oldest)
         return
     duration_s = oldest.start.elapsed_time(oldest.end) / 1e3
-    span = Span(name=oldest.name, start_s=oldest.start_s, duration_s=duration_s, thread=oldest.thread)
-    for listener in _trace.listeners:
-        listener.on_span(span)
+    _trace.report(Span(oldest.name, oldest.start_s, duration_s, oldest.thread))
 
 
 def count(name: str, amount: float) -> None:
@@ -247,7 +229,6 @@ class RegionStatistics:
     """The time of one region per epoch. The first epoch, which warms up, is kept apart."""
 
     name: str
-    """The name of the region."""
     calls: int
     """Number of times that the region was entered, over all epochs."""
     first_epoch_s: float
@@ -259,12 +240,10 @@ class RegionStatistics:
 
 
 class _RegionTime(NamedTuple):
-    """The time of one region in one epoch."""
+    """The time of one region in one epoch: the sum over all calls."""
 
     seconds: float
-    """Sum over all calls."""
     calls: int
-    """Number of times that the region was entered."""
 
 
 class Timers:
@@ -336,7 +315,19 @@ class Timers:
             epochs = list(self._closed) or [dict(self._open)]
         names = dict.fromkeys(itertools.chain.from_iterable(epochs))  # each once, in the order of first use
         unused = _RegionTime(seconds=0.0, calls=0)
-        return [_region_statistics(name, [epoch.get(name, unused) for epoch in epochs]) for name in names]
+        found = []
+        for name in names:
+            first, *later = [epoch.get(name, unused) for epoch in epochs]
+            later_s = [epoch.seconds for epoch in later]
+            region = RegionStatistics(
+                name=name,
+                calls=first.calls + sum(epoch.calls for epoch in later),
+                first_epoch_s=first.seconds,
+                mean_s=statistics.fmean(later_s) if later_s else math.nan,
+                std_s=statistics.stdev(later_s) if len(later_s) > 1 else math.nan,
+            )
+            found.append(region)
+        return found
 
     def table(self) -> str:
         """Return the statistics as a plain-text table, mean ± standard deviation."""
@@ -356,18 +347,6 @@ class Timers:
         with self._lock:
             before = self._open.get(name, _RegionTime(seconds=0.0, calls=0))
             self._open[name] = _RegionTime(seconds=before.seconds + seconds, calls=before.calls + 1)
-
-
-def _region_statistics(name: str, epochs: list[_RegionTime]) -> RegionStatistics:
-    """The statistics of one region. epochs: its time in every epoch, at least one."""
-    later_s = [epoch.seconds for epoch in epochs[1:]]
-    return RegionStatistics(
-        name=name,
-        calls=sum(epoch.calls for epoch in epochs),
-        first_epoch_s=epochs[0].seconds,
-        mean_s=statistics.fmean(later_s) if later_s else math.nan,
-        std_s=statistics.stdev(later_s) if len(later_s) > 1 else math.nan,
-    )
 
 
 class Counters:

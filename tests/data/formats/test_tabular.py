@@ -11,8 +11,7 @@ import pyarrow.parquet as parquet
 import pytest
 import torch
 
-from hopline.data.formats import csv_parquet
-from hopline.data.formats.csv_parquet import from_csv, from_parquet
+from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.formats.npz import from_npz
 from hopline.data.ids import IdMap, original_ids
 from hopline.data.options import Columns
@@ -20,12 +19,6 @@ from hopline.run.settings import ConvertConfig
 from hopline.util.config import override
 
 NODES = "id,a,b,label,split\n2,0.2,1,1,test\n0,0.0,5,0,train\n1,0.1,3,,\n3,0.3,7,1,val\n"
-
-
-@pytest.fixture(params=["arrow", "plain"], autouse=True)
-def _reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "plain":
-        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
 
 
 @pytest.fixture
@@ -232,7 +225,7 @@ def test_parquet_is_read_like_csv(tmp_path: Path) -> None:
     features = rng.random((20, 3)).astype(np.float32)
     parquet.write_table(arrow.table({"x": features.tolist(), "label": np.arange(20) % 4}), tmp_path / "n.parquet")
     columns = Columns(src="from", dst="to", edge=("w",))
-    dataset = from_parquet(tmp_path / "e.parquet", tmp_path / "n.parquet", columns=columns, folder=tmp_path / "out")
+    dataset = from_csv(tmp_path / "e.parquet", tmp_path / "n.parquet", columns=columns, folder=tmp_path / "out")
     assert (dataset.num_edges, dataset.num_features, dataset.num_classes) == (100, 3, 4)
     assert np.array_equal(dataset.x.read(torch.arange(20)).numpy(), features)
     order = np.argsort(dst, kind="stable")
@@ -271,7 +264,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("kind", LABELS)
-def test_a_column_of_labels_means_the_same_with_both_readers(edges: Path, tmp_path: Path, kind: str) -> None:
+def test_a_column_of_labels_means_what_is_written(edges: Path, tmp_path: Path, kind: str) -> None:
     cells, expected, classes = LABELS[kind]
     rows = "".join(f"{node},{node}.5,{cell}\n" for node, cell in enumerate(cells.split(",")))
     (tmp_path / "nodes.csv").write_text(f"id,f,label\n{rows}")

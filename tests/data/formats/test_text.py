@@ -16,20 +16,12 @@ from hopline.data.formats.csv_parquet import Chunk, columns_of, read_csv, read_f
 TABLE = "id,size,name\n7,1.5,ann\n8,,bob\n9,2.5,\n"
 
 
-@pytest.fixture(params=["arrow", "plain"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The reader of CSV files: pyarrow's, or the plain one that is used without pyarrow."""
-    if request.param == "plain":
-        monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
-    return request.param
-
-
 def join_chunks(chunks: list[Chunk]) -> Chunk:
     """Each column over all chunks."""
     return {name: np.concatenate([c[name] for c in chunks]) for name in chunks[0]}
 
 
-def test_columns_are_numbers_or_text(reader: str, tmp_path: Path) -> None:
+def test_columns_are_numbers_or_text(tmp_path: Path) -> None:
     for name, data in (("a.csv", TABLE.encode()), ("a.csv.gz", gzip.compress(TABLE.encode()))):
         (tmp_path / name).write_bytes(data)
         columns = join_chunks(list(read_csv(tmp_path / name)))
@@ -40,7 +32,7 @@ def test_columns_are_numbers_or_text(reader: str, tmp_path: Path) -> None:
         assert columns_of(tmp_path / name) == ["id", "size", "name"]
 
 
-def test_columns_can_be_chosen_named_and_numbered(reader: str, tmp_path: Path) -> None:
+def test_columns_can_be_chosen_named_and_numbered(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(TABLE)
     assert list(join_chunks(list(read_csv(tmp_path / "a.csv", columns=["name", "id"])))) == ["name", "id"]
     (tmp_path / "b.csv").write_text("1;2\n3;4\n")
@@ -52,7 +44,7 @@ def test_columns_can_be_chosen_named_and_numbered(reader: str, tmp_path: Path) -
         list(read_csv(tmp_path / "a.csv", columns=["nam"]))
 
 
-def test_bad_files_are_named(reader: str, tmp_path: Path) -> None:
+def test_bad_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.csv: check the path"):
         list(read_csv(tmp_path / "none.csv"))
     (tmp_path / "a.csv").write_text("a,b\n1,2\n3\n")
@@ -61,16 +53,13 @@ def test_bad_files_are_named(reader: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_plain_reader_reads_in_chunks_and_names_the_line_of_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(csv_parquet.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(csv_parquet, "CHUNK_ROWS", 2)
-    (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n5,6\n7\n")
+def test_a_file_is_read_in_chunks_and_an_error_names_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(csv_parquet, "BLOCK_BYTES", 16)
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n3,4\n5,6\n7,8\n9\n")
     chunks = read_csv(tmp_path / "a.csv")
-    assert next(chunks)["a"].tolist() == [1, 3]
-    with pytest.raises(ValueError, match=r"a\.csv, line 5: 1 columns"):
-        next(chunks)
+    assert next(chunks)["a"].tolist() == [1, 3, 5]
+    with pytest.raises(ValueError, match=r"a\.csv .*Row #6"):
+        list(chunks)
 
 
 def test_parquet_columns_and_lists_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

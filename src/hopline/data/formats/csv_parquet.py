@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import difflib
 import gzip
-import importlib.util
+import importlib
 import json
 import logging
 import os
@@ -13,11 +13,13 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as arrow
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as parquet
 
 from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
@@ -29,6 +31,8 @@ from hopline.util.config import nearest
 from hopline.util.files import check_file
 from hopline.util.log import logger
 
+compute: Any = importlib.import_module("pyarrow.compute")
+"""Arrow's functions over arrays. They are made at import, so type checkers do not know them."""
 Ids = Literal["number", "map"]
 EDGE_FIELDS = ("src", "dst", "edge")
 """Fields of `Columns` that name columns of the edge file."""
@@ -219,13 +223,6 @@ def from_csv(
     return from_edges(source.path if is_npy else source, **merge(given, arguments))
 
 
-def from_parquet(
-    edges: str | os.PathLike[str], nodes: str | os.PathLike[str] | None = None, **arguments: Any
-) -> Dataset:
-    """`from_csv` for Parquet files."""
-    return from_csv(edges, nodes, **arguments)
-
-
 def _distinct(source: _EdgeFile) -> np.ndarray:
     """All ids of an edge file, sorted."""
     numbers, texts = np.empty(0, dtype=np.int64), np.empty(0, dtype=str)
@@ -317,7 +314,6 @@ def _read_nodes(path: Path, columns: Columns, ids: Ids) -> tuple[dict[str, Any],
 
 
 def _whole_file(path: Path, wanted: list[str], **settings: Any) -> dict[str, np.ndarray]:
-    """Columns of a node file, all rows."""
     chunks = list(read_file(path, columns=wanted, whole=True, **settings)) if wanted else []
     whole = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in wanted} if chunks else {}
     if not whole or not len(whole[wanted[0]]):
@@ -496,16 +492,47 @@ def read_csv(
 ) -> Iterator[Chunk]:
     """Columns of a CSV file (plain or `.gz`) in chunks of rows; `header` names them where the file does not.
 
-    An empty `header` numbers the columns: "0", "1", ... Reads through pyarrow where it is installed.
+    An empty `header` numbers the columns: "0", "1", ...
     ids: columns that are whole numbers only where every cell of a chunk is written as int64 is, and else text as it is
     written: "001" and numbers of 20 digits are texts. whole: all rows in one chunk, so that a column has one type.
     """
     _check_file(path)
     found, first_line = _header(path, header, delimiter)
     names = _choose(path, found, columns)
-    has_arrow = importlib.util.find_spec("pyarrow") is not None
-    read = _read_arrow if has_arrow else _read_plain
-    return read(path, found, names, first_line, delimiter, ids, whole)
+    if not found:
+        return
+    # By number, since a file may have two columns of one name, of which none is asked for.
+    at = {name: str(found.index(name)) for name in names}
+    # All columns as texts: of itself Arrow would read true and dates as types of its own.
+    settings: dict[str, Any] = {
+        "read_options": arrow_csv.ReadOptions(
+            column_names=[str(i) for i in range(len(found))],
+            skip_rows=first_line,
+            block_size=BLOCK_BYTES,
+        ),
+        "parse_options": arrow_csv.ParseOptions(delimiter=delimiter),
+        "convert_options": arrow_csv.ConvertOptions(
+            include_columns=list(at.values()), column_types=dict.fromkeys(at.values(), arrow.string())
+        ),
+    }
+    row = 0
+    try:
+        if whole:
+            batches = arrow_csv.read_csv(path, **settings).combine_chunks().to_batches()
+        else:
+            batches = arrow_csv.open_csv(path, **settings)
+        for batch in batches:
+            chunk: Chunk = {}
+            for name, number in at.items():
+                column = batch.column(batch.schema.get_field_index(number))
+                column = _as_ids(column) if name in ids else _as_numbers(column)
+                chunk[name] = _to_numpy(column, path, name, row)
+            yield chunk
+            row += batch.num_rows
+    except (arrow.ArrowException, OSError) as error:
+        if "UTF8" in str(error):
+            raise _not_utf8(path) from error
+        raise ValueError(f"{path} cannot be read as CSV ({_first_line(error)}): correct the file.") from error
 
 
 def read_parquet(path: Path, *, columns: Sequence[str] | None = None, whole: bool = False) -> Iterator[Chunk]:
@@ -557,11 +584,6 @@ def read_file(path: Path, *, columns: Sequence[str] | None = None, **settings: A
 @contextmanager
 def _open_parquet(path: Path) -> Iterator[Any]:
     """An open Parquet file; what Arrow cannot read of it becomes one sentence."""
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ValueError("Reading Parquet needs pyarrow: run pip install 'hopline[parquet]'.") from error
     _check_file(path)
     try:
         with parquet.ParquetFile(path) as file:
@@ -595,24 +617,6 @@ def _choose(path: Path, found: Sequence[str], wanted: Sequence[str] | None) -> l
 # ---- CSV
 
 
-@contextmanager
-def _open_text(path: Path) -> Iterator[TextIO]:
-    """An open text file; what is not text becomes one sentence."""
-    try:
-        # The mark that Excel puts before UTF-8 is not part of the first name.
-        is_gzip = path.suffix == ".gz"
-        with (
-            gzip.open(path, "rt", encoding="utf-8-sig", newline="")
-            if is_gzip
-            else path.open(encoding="utf-8-sig", newline="") as file
-        ):
-            yield file
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path) from error
-    except (OSError, EOFError, csv.Error) as error:
-        raise ValueError(f"{path} cannot be read as CSV ({_first_line(error)}): correct the file.") from error
-
-
 def _not_utf8(path: Path) -> ValueError:
     return ValueError(f"{path} is not in UTF-8: save it as UTF-8 (in Excel: CSV UTF-8).")
 
@@ -621,10 +625,17 @@ def _header(path: Path, header: Sequence[str] | None, delimiter: str) -> tuple[l
     """(names of all columns of a CSV file, lines before its first row)."""
     if header:
         return list(header), 0
-    with _open_text(path) as file:
-        reader = csv.reader(file, delimiter=delimiter)
-        first = next((row for row in reader if row), [])
-        num_lines = reader.line_num
+    open_text = gzip.open if path.suffix == ".gz" else open
+    try:
+        # The mark that Excel puts before UTF-8 is not part of the first name.
+        with open_text(path, "rt", encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=delimiter)
+            first = next((row for row in reader if row), [])
+            num_lines = reader.line_num
+    except UnicodeDecodeError as error:
+        raise _not_utf8(path) from error
+    except (OSError, EOFError, csv.Error) as error:
+        raise ValueError(f"{path} cannot be read as CSV ({_first_line(error)}): correct the file.") from error
     if not first and header is None:
         raise ValueError(f"{path} is empty: its first line must name its columns.")
     if header is not None:
@@ -632,94 +643,41 @@ def _header(path: Path, header: Sequence[str] | None, delimiter: str) -> tuple[l
     return [name.strip() for name in first], num_lines
 
 
-def _read_arrow(
-    path: Path,
-    found: list[str],
-    names: list[str],
-    first_line: int,
-    delimiter: str,
-    ids: Sequence[str],
-    whole: bool,
-) -> Iterator[Chunk]:
-    import pyarrow as arrow
-    import pyarrow.csv as arrow_csv
-
-    if not found:
-        return
-    # By number, since a file may have two columns of one name, of which none is asked for.
-    at = {name: str(found.index(name)) for name in names}
-    # All columns as texts: of itself Arrow would read true and dates as types that the plain reader does not know.
-    settings = {
-        "read_options": arrow_csv.ReadOptions(
-            column_names=[str(i) for i in range(len(found))],
-            skip_rows=first_line,
-            block_size=BLOCK_BYTES,
-        ),
-        "parse_options": arrow_csv.ParseOptions(delimiter=delimiter),
-        "convert_options": arrow_csv.ConvertOptions(
-            include_columns=list(at.values()), column_types=dict.fromkeys(at.values(), arrow.string())
-        ),
-    }
-    row = 0
-    try:
-        if whole:
-            batches = arrow_csv.read_csv(path, **settings).combine_chunks().to_batches()
-        else:
-            batches = arrow_csv.open_csv(path, **settings)
-        for batch in batches:
-            chunk: Chunk = {}
-            for name, number in at.items():
-                column = batch.column(batch.schema.get_field_index(number))
-                column = _as_ids(column) if name in ids else _as_numbers(column)
-                chunk[name] = _to_numpy(column, path, name, row)
-            yield chunk
-            row += batch.num_rows
-    except (arrow.ArrowException, OSError) as error:
-        if "UTF8" in str(error):
-            raise _not_utf8(path) from error
-        raise ValueError(f"{path} cannot be read as CSV ({_first_line(error)}): correct the file.") from error
-
-
-def _compute() -> Any:
-    """Arrow's functions over arrays, which are made at import and which type checkers do not know."""
-    return importlib.import_module("pyarrow.compute")
-
-
 def _as_ids(column: Any) -> Any:
     """Texts of an Arrow array as whole numbers, if all of them are written as whole numbers are; else as they are."""
-    import pyarrow as arrow
-
     numbers = _cast(column, arrow.int64())
     if numbers is None:
         return column
-    return numbers if _compute().all(_compute().equal(numbers.cast(arrow.string()), column)).as_py() else column
-
-
-def _cast(cells: Any, kind: Any) -> Any:
-    """Texts as numbers, or None if one of them is none."""
-    import pyarrow as arrow
-
-    try:
-        cells.slice(0, 1000).cast(kind)  # Arrow goes on after the first that is no number, at a high price
-        return cells.cast(kind)
-    except arrow.ArrowInvalid:
-        return None
+    return numbers if compute.all(compute.equal(numbers.cast(arrow.string()), column)).as_py() else column
 
 
 def _as_numbers(column: Any) -> Any:
-    """Texts of an Arrow array as `_parse` reads them: whole numbers, else floating point, else texts."""
-    import pyarrow as arrow
+    """Texts of an Arrow array as whole numbers, else as floating point with nulls for empty cells, else as they are."""
+    if _holds(column, "x") or _holds(column, "X"):
+        return column  # 0x1F, which is a number to Arrow alone
+    kinds = (arrow.int64(), arrow.float64())
+    # Most columns are clean, and their cast is quicker than what comes then. But +5 is a fraction to Arrow.
+    numbers = None if _holds(column, "+") else _cast(column, *kinds)
+    if numbers is None:
+        cells = compute.replace_substring_regex(compute.ascii_trim_whitespace(column), r"^\+([0-9.])", r"\1")
+        is_missing = compute.is_in(cells, value_set=arrow.array(MISSING))
+        numbers = _cast(compute.if_else(is_missing, None, cells), *kinds)
+    return column if numbers is None else numbers
 
-    # Most columns are clean, and Arrow alone is much faster. But 0x1F is a number to it, and +5 a fraction.
-    buffer = column.buffers()[2]
-    characters = b"" if buffer is None else buffer.to_pybytes()
-    if not any(mark in characters for mark in (b"x", b"X", b"+")):
-        for kind in (arrow.int64(), arrow.float64()):
-            if (numbers := _cast(column, kind)) is not None:
-                return numbers
-    cells = column.to_pylist()
-    parsed = _parse(cells) if not any("\0" in cell for cell in cells) else np.array("")
-    return column if parsed.dtype.kind == "U" else arrow.array(parsed)
+
+def _holds(column: Any, text: str) -> bool:
+    return compute.any(compute.match_substring(column, text)).as_py()
+
+
+def _cast(cells: Any, *kinds: Any) -> Any:
+    """Texts as the first of these kinds of numbers that all of them are; None if there is none."""
+    for kind in kinds:
+        try:
+            cells.slice(0, 1000).cast(kind)  # Arrow goes on after the first that is no number, at a high price
+            return cells.cast(kind)
+        except arrow.ArrowInvalid:
+            continue
+    return None
 
 
 def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, int] | None = None) -> np.ndarray:
@@ -727,8 +685,6 @@ def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, 
 
     first: the number of its first row. widths: the length of the lists of each column so far.
     """
-    import pyarrow as arrow
-
     if arrow.types.is_dictionary(column.type):  # a categorical of pandas
         column = column.dictionary_decode()
     if arrow.types.is_boolean(column.type) or arrow.types.is_temporal(column.type):
@@ -738,9 +694,10 @@ def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, 
         return _lists(column, path, name, first, {} if widths is None else widths)
     if arrow.types.is_string(kind) or arrow.types.is_large_string(kind):
         # A NumPy array of texts drops zero bytes at the end, and two texts would be one.
-        has_zero = _compute().fill_null(_compute().match_substring(column, "\0"), False)
-        if _compute().any(has_zero).as_py():
-            raise _zero_byte(path, name, first + has_zero.to_numpy(zero_copy_only=False).argmax())
+        has_zero = compute.fill_null(compute.match_substring(column, "\0"), False)
+        if compute.any(has_zero).as_py():
+            row = first + has_zero.to_numpy(zero_copy_only=False).argmax()
+            raise ValueError(f"{path}: column {name!r} holds a zero byte in row {row}: remove it from the text.")
         return column.fill_null("").to_numpy(zero_copy_only=False).astype(str)
     if arrow.types.is_null(kind):
         return np.full(len(column), np.nan)
@@ -749,21 +706,15 @@ def _to_numpy(column: Any, path: Path, name: str, first: int, widths: dict[str, 
     return np.asarray(column.to_numpy(zero_copy_only=False))
 
 
-def _zero_byte(path: Path, name: str, row: int) -> ValueError:
-    return ValueError(f"{path}: column {name!r} holds a zero byte in row {row}: remove it from the text.")
-
-
 def _lists(column: Any, path: Path, name: str, first: int, widths: dict[str, int]) -> np.ndarray:
     """An Arrow array of lists of numbers as rows [n, width]."""
-    import pyarrow as arrow
-
     kind = column.type.value_type
     if not (arrow.types.is_integer(kind) or arrow.types.is_floating(kind) or arrow.types.is_boolean(kind)):
         raise ValueError(f"{path}: column {name!r} holds lists of {kind}: store lists of numbers.")
     if column.null_count:
         row = first + column.is_null().to_numpy(zero_copy_only=False).argmax()
         raise ValueError(f"{path}: column {name!r} has no list in row {row}: give each row one, all equally long.")
-    lengths = _compute().list_value_length(column).to_numpy(zero_copy_only=False)
+    lengths = compute.list_value_length(column).to_numpy(zero_copy_only=False)
     width = widths.setdefault(name, int(lengths[0])) if len(lengths) else 0
     other = np.flatnonzero(lengths != width)
     if other.size:
@@ -774,56 +725,3 @@ def _lists(column: Any, path: Path, name: str, first: int, widths: dict[str, int
     values = column.flatten()
     values = values.cast(arrow.uint8()) if arrow.types.is_boolean(kind) else values
     return np.asarray(values.to_numpy(zero_copy_only=False)).reshape(len(column), width)
-
-
-def _read_plain(
-    path: Path,
-    found: list[str],
-    names: list[str],
-    first_line: int,
-    delimiter: str,
-    ids: Sequence[str],
-    whole: bool,
-) -> Iterator[Chunk]:
-    at = [found.index(name) for name in names]
-    row = 0
-    with _open_text(path) as file:
-        reader = csv.reader(file, delimiter=delimiter)
-        rows = ((reader.line_num, cells) for cells in reader if cells and reader.line_num > first_line)
-        while pending := list(islice(rows, None if whole else CHUNK_ROWS)):
-            for line, cells in pending:
-                if len(cells) != len(found):
-                    raise ValueError(f"{path}, line {line}: {len(cells)} columns instead of {len(found)}: correct it.")
-            chunk: Chunk = {}
-            for name, k in zip(names, at, strict=True):
-                cells = [cells[k] for _, cells in pending]
-                if (zero := next((i for i, cell in enumerate(cells) if "\0" in cell), None)) is not None:
-                    raise _zero_byte(path, name, row + zero)
-                chunk[name] = _parse_ids(cells) if name in ids else _parse(cells)
-            yield chunk
-            row += len(pending)
-
-
-def _parse_ids(cells: list[str]) -> np.ndarray:
-    """Whole numbers if all cells are written as whole numbers are, else text."""
-    texts = np.array(cells)
-    try:
-        numbers = texts.astype(np.int64)
-    except (ValueError, OverflowError):
-        return texts
-    return numbers if np.array_equal(numbers.astype(str), texts) else texts
-
-
-def _parse(cells: list[str]) -> np.ndarray:
-    """Whole numbers if all cells are, else floats with NaN for empty cells, else text."""
-    array = np.array(cells)
-    if not all(cell.isascii() and "_" not in cell for cell in cells):  # numbers to Python, but to nobody else
-        return array
-    try:
-        return array.astype(np.int64)
-    except (ValueError, OverflowError):
-        pass
-    try:
-        return np.where(np.isin(np.char.strip(array), MISSING), "nan", array).astype(np.float64)
-    except ValueError:
-        return array

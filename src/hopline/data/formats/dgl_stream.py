@@ -175,7 +175,6 @@ class _Stream:
             raise ValueError(f"{self.path} is damaged ({what}): copy it again, or partition the graph again.")
 
     def take(self, num_bytes: int) -> bytes:
-        """The next bytes."""
         self.check(0 <= num_bytes <= self.num_left, f"it ends after {self.at + self.num_left} bytes")
         taken = self.file.read(num_bytes)
         self.check(len(taken) == num_bytes, "it becomes shorter while it is read")
@@ -192,7 +191,6 @@ class _Stream:
         self.check(self.number() == magic, f"at byte {self.at - 8} there is not {what}")
 
     def text(self) -> str:
-        """The next text."""
         try:
             return self.take(self.number()).decode()
         except UnicodeDecodeError:
