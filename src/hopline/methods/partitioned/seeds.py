@@ -10,15 +10,13 @@ from hopline.data.nodes import select_nodes
 
 
 def find_seeds(data: Dataset, ids: NodeIds | str) -> Tensor:
-    """[n] int64: the seeds that a loader was asked for. ids: the name of a split, or node ids.
+    """[n] int64: the seeds that a loader was asked for; one may come several times. ids: the name of a split, or ids.
 
     Raises:
-        ValueError: There is no such split, there are no seeds, or one comes twice.
+        ValueError: There is no such split, or there are no seeds.
     """
     expect_dataset(data, "a loader")
     seeds = select_nodes(data, ids)
     if seeds.numel() == 0:
         raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
-    if seeds.unique().numel() < seeds.numel():
-        raise ValueError("the seeds must be distinct: pass each node id once, for example ids.unique()")
     return seeds
