@@ -23,6 +23,7 @@ from torch_geometric.nn import GCNConv
 import hopline as hl
 from hopline.contract import Job
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.methods.historical.work import HistoricalWork
 from hopline.methods.partitioned.sweep import Sweep
 from hopline.nn import GNN
@@ -44,7 +45,7 @@ def work_of(data: hl.Dataset, seed: int, partition: Any, settings: dict[str, Any
     model = GNN([GCNConv(data.num_features, 16), GCNConv(16, 16), GCNConv(16, data.num_classes)])
     method = hl.Historical(num_parts=8, parts_per_batch=1, partition=partition, groups="fixed", **settings)
     everything = torch.arange(data.num_nodes)
-    job = Job(data=data, model=model, module=model, train_ids=everything, task=own_task(mean_loss), seed=seed)
+    job = Job(data=data, model=model, module=model, examples=Examples(everything), task=own_task(mean_loss), seed=seed)
     return method.bind(job)
 
 

@@ -19,6 +19,7 @@ import hopline as hl
 from hopline import ops
 from hopline.contract import Job, Method
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.nn import GNN
 from hopline.nn.conv_adapter import convolve
 from hopline.tables import SparseTable
@@ -86,7 +87,12 @@ def test_no_method_adds_up_in_any_order(name: str, method: Method) -> None:
     torch.manual_seed(0)
     model = GNN([SUITE[name](6, 6).float(), SUITE[name](6, 6).float()], encoder=nn.Linear(6, 6))
     job = Job(
-        data=data, model=model, module=model, train_ids=torch.arange(50), task=own_task(summed), say=lambda _: None
+        data=data,
+        model=model,
+        module=model,
+        examples=Examples(torch.arange(50)),
+        task=own_task(summed),
+        say=lambda _: None,
     )
     with UnorderedSums() as watch:
         for unit in method.bind(job).units(1):

@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
     from hopline.budget.plan import Budget, Outline, Plan
     from hopline.core.batch import Batch, Block
     from hopline.core.batch_sizes import Sizes
+    from hopline.core.examples import Examples
     from hopline.data.dataset import Dataset
     from hopline.device.meter import Meter
     from hopline.distributed.world import World
@@ -64,8 +65,8 @@ class Job:
     """The model as the library runs it, called with a batch. It shares its parameters with `module`."""
     module: nn.Module
     """The user's model, as it was given to the Trainer."""
-    train_ids: Tensor
-    """[n] int64: nodes to train on, the examples of the task."""
+    examples: Examples
+    """The terms of the loss: nodes with labels, a node perhaps several times."""
     task: Task
     """What is learnt: it computes the loss of a batch."""
     seed: int = 0
@@ -78,10 +79,15 @@ class Job:
     say: Callable[[str], None] = print
     """Prints a line for the person who watches the run."""
 
+    @property
+    def train_ids(self) -> Tensor:
+        """[n] int64: the nodes to train on, those of the examples, each once."""
+        return self.examples.seeds
+
     def weight_of(self, batch: Batch) -> float:
         """What a batch counts in a mean over batches: its examples, or the sum of their weights."""
         weight = self.task.weight(batch.y)
-        return batch.num_seeds if weight is None else weight
+        return batch.num_examples if weight is None else weight
 
 
 class Unit(ABC):

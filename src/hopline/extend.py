@@ -4,6 +4,7 @@
   batch. `Method.plan` returns a memory `Plan` from an `Outline` of the run, and `Work.guarded` a work that
   keeps to it.
 - Tasks. `Task` says what is learnt: the loss of a batch, the metric of outputs, and what predictions look like.
+  `Examples` are the terms of its loss, where nodes are repeated or have labels of their own.
 - Tables. A table implements `Table`, and `Rows` is a handle to some of its rows.
 - Convs. A conv gets a `Block`, or its `Part`s, in place of `edge_index`.
 - Layer-wise computation. A `LayerPlan` divides the nodes into `Piece`s. `Layers` computes each layer of a
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from hopline.budget.plan import Item, Outline, Plan
     from hopline.contract import Guard, Job, Method, Unit, Work, WorkDescription
     from hopline.core.batch import Block, Part
+    from hopline.core.examples import Examples
     from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
     from hopline.distributed.gradients import Gradients
@@ -48,6 +50,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.budget.plan": ("Item", "Outline", "Plan"),
         "hopline.contract": ("Guard", "Job", "Method", "Unit", "Work", "WorkDescription"),
         "hopline.core.batch": ("Block", "Part"),
+        "hopline.core.examples": ("Examples",),
         "hopline.core.row_handles": ("Rows",),
         "hopline.core.sampler": ("NeighborSampler",),
         "hopline.distributed.gradients": ("Gradients",),
@@ -75,6 +78,7 @@ __all__ = [
     "Counters",
     "EpochEnd",
     "Evaluation",
+    "Examples",
     "Gradients",
     "Guard",
     "Item",

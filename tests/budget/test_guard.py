@@ -30,6 +30,7 @@ from hopline.budget.predictor import ENOUGH, Predictor
 from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
+from hopline.core.examples import Examples
 from hopline.core.sampler import NeighborSampler
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
@@ -66,7 +67,7 @@ def job_of(model: torch.nn.Module, loss: TrainStep | None = None) -> Job:
         data=DATA,
         model=as_batch_model(model),
         module=model,
-        train_ids=DATA.splits["train"],
+        examples=Examples(DATA.splits["train"]),
         task=usual_task(3) if loss is None else own_task(loss),
     )
 

@@ -22,6 +22,7 @@ from hopline import contract
 from hopline.budget.guard import BudgetGuard, limit_cuda_memory
 from hopline.budget.plan import Budget, DoesNotFit, Outline, Plan
 from hopline.contract import Job, Method, Unit, Work
+from hopline.core.examples import Examples
 from hopline.data.placement_settings import Placement
 from hopline.data.synthetic import planted_partition
 from hopline.device.meter import meter_of
@@ -121,7 +122,7 @@ def test_before_the_first_step_a_device_gets_the_rows_that_it_cannot_read_itself
     model = RecordingModel(stack_of("sage-mean", 6, 32, 3)).double()
     step = usual_task(3).loss
     ids = DATA.splits["train"]
-    job = Job(data=DATA, model=model, module=model, train_ids=ids, task=own_task(step))
+    job = Job(data=DATA, model=model, module=model, examples=Examples(ids), task=own_task(step))
     method = Sampled(fanouts=(5, 5), batch_size=300)
 
     work = method.bind(replace(job, device=device))
@@ -203,7 +204,9 @@ def test_a_gpu_that_is_out_of_memory_splits_the_batch_and_has_the_same_gradients
     seeds = 4096
     step = usual_task(16).loss
     ids = data.splits["train"]
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(step), device=device)
+    job = Job(
+        data=data, model=as_batch_model(model), module=model, examples=Examples(ids), task=own_task(step), device=device
+    )
     method = Sampled(fanouts=(10, 10), batch_size=seeds, workers=0)
     loader = method.loader(data, ids, model=model, device=device).with_budget(None, batches_on_host=on_host)
     loaded = next(iter(loader))
@@ -243,7 +246,9 @@ def test_a_batch_that_does_not_fit_on_the_gpu_stays_on_the_host_and_is_split():
     device = torch.device("cuda", 0)
     ids = data.splits["train"]
     step = usual_task(16).loss
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(step), device=device)
+    job = Job(
+        data=data, model=as_batch_model(model), module=model, examples=Examples(ids), task=own_task(step), device=device
+    )
     method = Sampled(fanouts=(10, 10), batch_size=4096, workers=2)
     work = method.bind(job)
     assert isinstance(work, SampledWork)

@@ -63,15 +63,16 @@ def test_labels_must_be_classes() -> None:
         checks.check_labels(many, "multi", 5, "y.npy")
 
 
-def test_splits_must_be_sorted_distinct_and_labelled() -> None:
+def test_splits_must_be_sorted_and_labelled_and_may_repeat_a_node() -> None:
     y = torch.zeros(20, dtype=torch.int64)
     y[9] = -1
     checks.check_split(torch.tensor([1, 2, 8]), 20, y, "train", "s")
     checks.check_split(torch.tensor([9]), 20, y, "predict", "s")
     with pytest.raises(ValueError, match=r"s has node 9, .*no label"):
         checks.check_split(torch.arange(20), 20, y, "train", "s")
-    with pytest.raises(ValueError, match="repeats node 2"):
-        checks.check_split(torch.tensor([1, 2, 2]), 20, y, "train", "s")
+    checks.check_split(torch.tensor([1, 2, 2]), 20, y, "train", "s")
+    with pytest.raises(ValueError, match="not sorted at node 1"):
+        checks.check_split(torch.tensor([2, 1]), 20, y, "train", "s")
     with pytest.raises(ValueError, match="s holds 20"):
         checks.check_split(torch.tensor([1, 20]), 20, y, "train", "s")
 

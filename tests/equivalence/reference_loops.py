@@ -90,6 +90,7 @@ def train(
     outputs: Callable[[nn.Module, Data, Tensor], Tensor] = whole_graph,
     commit: Callable[[], None] | None = None,
     penalty: Callable[[nn.Module, Tensor], Tensor] | None = None,
+    examples: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Trained:
     """Train; a step is `accumulate` batches of an epoch, of which the last may be fewer and smaller.
 
@@ -98,23 +99,30 @@ def train(
     validate: the score of an epoch; without, the score is minus the epoch's mean loss.
     patience: epochs without a better score before training stops.
     outputs, commit: how the outputs of all nodes come about, and what is written after a step (`History`).
+    examples: batch -> (nodes, labels) of its terms of the loss, in place of its training nodes with their labels.
     penalty: (model, batch) -> what is added to the loss that is differentiated, and not to the one that is reported.
     """
+    if examples is None:
+
+        def examples(batch: Tensor) -> tuple[Tensor, Tensor]:
+            seeds = batch[data.train_mask[batch]]
+            return seeds, data.y[seeds]
+
     model.train()
     trained = Trained()
     for epoch, batches in enumerate(epochs, start=1):
         epoch_loss = 0.0
         epoch_seeds = 0
         for first in range(0, len(batches), accumulate):
-            step = [(batch, batch[data.train_mask[batch]]) for batch in batches[first : first + accumulate]]
-            num_seeds = sum(seeds.numel() for _, seeds in step)
+            step = [(batch, *examples(batch)) for batch in batches[first : first + accumulate]]
+            num_seeds = sum(seeds.numel() for _, seeds, _ in step)
             step_loss = 0.0
             model.zero_grad()
-            for batch, seeds in step:
+            for batch, seeds, labels in step:
                 out = outputs(model, data, batch)[seeds]
                 if not seeds.numel():
                     continue
-                share = loss(model, out, data.y[seeds]) * seeds.numel() / num_seeds
+                share = loss(model, out, labels) * seeds.numel() / num_seeds
                 extra = 0.0 if penalty is None else penalty(model, batch) * seeds.numel() / num_seeds
                 (share + extra).backward()
                 step_loss += share.item()

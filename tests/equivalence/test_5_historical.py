@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hopline.contract import Job
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.core.row_handles import Rows
 from hopline.core.sampler import NeighborSampler, full_block
 from hopline.methods.historical.batches import HistoricalBatch
@@ -67,7 +68,7 @@ def work_of(model: GNN, **settings: Any) -> HistoricalWork:
     """Historical training on five random parts, two in a batch. settings: of `Historical`."""
     method = Historical(**({"num_parts": 5, "parts_per_batch": 2, "partition": "random"} | settings))
     ids = DATA.splits["train"]
-    return method.bind(Job(data=DATA, model=model, module=model, train_ids=ids, task=own_task(mean_loss)))
+    return method.bind(Job(data=DATA, model=model, module=model, examples=Examples(ids), task=own_task(mean_loss)))
 
 
 def batches_of(work: HistoricalWork) -> list[HistoricalBatch]:

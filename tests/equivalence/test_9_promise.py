@@ -23,6 +23,7 @@ from hopline.budget.memory_plan import RunOutline
 from hopline.budget.plan import Budget, DoesNotFit, Plan
 from hopline.contract import Job
 from hopline.core.batch_sizes import Sizes
+from hopline.core.examples import Examples
 from hopline.device.meter import meter_of
 from hopline.methods.plan_within import plan_of
 from hopline.methods.sampled.memory_plan import draw_batches
@@ -77,7 +78,7 @@ def outline_of(triple: Triple) -> RunOutline:
     train_step = usual_task(3).loss
     ids = data.splits["train"]
     return RunOutline(
-        job=Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(train_step))
+        job=Job(data=data, model=as_batch_model(model), module=model, examples=Examples(ids), task=own_task(train_step))
     )
 
 

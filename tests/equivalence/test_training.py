@@ -70,7 +70,7 @@ def compare(
         scenario.prepare(plain_model)
     trainer = trainer_of(scenario, way, model, callbacks=[steps], **options)
     trainer.fit()
-    epochs = epochs_of(trainer, way, trainer.settings.epochs)
+    epochs = epochs_of(trainer, way, trainer.settings.epochs, scenario)
     expected = reference_of(scenario, way, plain_model, epochs, **({} if reference is None else reference(plain_model)))
     assert len(steps.losses) >= 5
     assert_same(steps.trained, expected)
@@ -327,7 +327,19 @@ SPLIT_BYTES = {"sampled-block": 24_000, "historical": 100_000, "historical-one-b
 
 
 @pytest.mark.parametrize("way", SPLIT_BYTES)
-@pytest.mark.parametrize("name", ["usual loss", "class weights", "label smoothing", "parameters in the loss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "usual loss",
+        "class weights",
+        "label smoothing",
+        "parameters in the loss",
+        "examples with labels of their own",
+        "a joint loss of examples",
+        "regression, standardised, some not known",
+        "class weights and smoothing of the task",
+    ],
+)
 def test_batches_split_by_a_budget_train_as_whole_ones(name: str, way: str) -> None:
     scenario = SCENARIOS[name]
     steps = Steps()
@@ -341,7 +353,7 @@ def test_batches_split_by_a_budget_train_as_whole_ones(name: str, way: str) -> N
     counters.next_epoch()
     assert counters.last_epoch()["budget.batches_split"] > 0
 
-    epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs)
+    epochs = epochs_of(trainer, WAYS[way], trainer.settings.epochs, scenario)
     assert_same(steps.trained, reference_of(scenario, WAYS[way], plain_model, epochs))
     assert_same_weights(model, plain_model)
 
@@ -382,19 +394,6 @@ def test_clipping_counts_only_parameters_of_the_optimizer(way: str, monkeypatch:
         return {"optimizer": torch.optim.SGD(model.convs[1].parameters(), lr=0.5)}
 
     compare(Scenario(settings={"clip_norm": 0.05}), WAYS[way], reference)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_training_ids_that_are_given_twice_are_refused(way: str) -> None:
-    data = dataset_of(Scenario())
-    ids = data.splits["train"]
-    twice = replace(data, splits={"train": torch.cat([ids, ids[:4]]).sort().values})
-
-    def fit() -> None:
-        trainer_of(Scenario(), WAYS[way], make(sage_gcn), data=twice).fit()
-
-    with pytest.raises(ValueError, match=r"twice|more than once|duplicate|repeat"):
-        fit()
 
 
 @pytest.mark.parametrize("way", WAYS)

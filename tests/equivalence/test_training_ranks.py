@@ -14,7 +14,17 @@ import hopline as hl
 from hopline.core.seed_order import share_of
 from hopline.distributed.launch import run
 from hopline.distributed.launch_settings import LaunchSettings
-from tests.equivalence.training_cases import DATA, SCENARIOS, WAYS, dataset_of, make, plain_twin, reference_of
+from tests.equivalence.training_cases import (
+    DATA,
+    SCENARIOS,
+    WAYS,
+    dataset_of,
+    epochs_of,
+    make,
+    plain_twin,
+    reference_of,
+    trainer_of,
+)
 from tests.equivalence.training_ranks import EPOCHS, count_seeds_and_train
 
 CASES: dict[int, list[tuple[str, str]]] = {
@@ -32,6 +42,15 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("class weights", "sequential"),
         ("class weights", "stored"),
         ("class weights", "one-shot"),
+        ("examples with labels of their own", "sampled-block"),
+        ("examples with labels of their own", "historical-compensated"),
+        ("a joint loss of examples", "sequential"),
+        ("repeated training ids", "one-shot"),
+        ("regression, standardised, some not known", "sampled-block"),
+        ("regression, standardised, some not known", "stored"),
+        ("regression", "historical-compensated"),
+        ("class weights and smoothing of the task", "sampled-tree"),
+        ("class weights and smoothing of the task", "sequential"),
     ],
     3: [("usual loss", "sampled-block"), ("usual loss", "historical-compensated"), ("usual loss", "sequential")],
 }
@@ -64,6 +83,9 @@ def batches_of(name: str, way: str, num_ranks: int) -> tuple[list[list[Tensor]],
     if not isinstance(method, hl.Sampled):
         return [[torch.arange(DATA.x.size(0))]] * WAYS[way].epochs, 1
     method = replace(method, batch_size=(scenario.batch_size or method.batch_size) * num_ranks)
+    if scenario.task is not None:  # a step is one mean over the examples of all ranks
+        trainer = trainer_of(scenario, replace(WAYS[way], method=lambda _: method), make(scenario.model))
+        return epochs_of(trainer, WAYS[way], WAYS[way].epochs, scenario), 1
     loader = method.loader(dataset_of(scenario))
     epochs = [[batch.seeds for batch in loader.epoch(epoch)] for epoch in range(1, WAYS[way].epochs + 1)]
     shares = [[share_of(seeds, r, num_ranks) for seeds in epoch for r in range(num_ranks)] for epoch in epochs]

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch_geometric.data import Data
 
 import hopline as hl
+from hopline.core.seed_order import seed_batches
+from hopline.ops import derive_key
 from tests.equivalence import reference_loops as plain
 from tests.support.helpers import randint, randn, random_graph
 
@@ -188,6 +190,10 @@ class Scenario:
     dataset: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `hl.from_pyg`."""
     loss: plain.Loss = plain.cross_entropy
+    task: hl.extend.Task | hl.Regression | hl.Classification | None = None
+    """What hopline learns. None: the default of the labels."""
+    examples: tuple[Tensor, Tensor] | None = None
+    """(nodes, labels) of the terms of the loss, a node perhaps several times. None: the training nodes."""
     own_loss: bool = False
     """Whether hopline gets the loss as `train_step`; else it is what the task means without one."""
     optimizer: str = "sgd"
@@ -261,6 +267,79 @@ def hook_gradients(model: Any) -> None:
         conv.weight.register_hook(lambda gradient, mask=mask: gradient * mask)
 
 
+# ---- examples that are not seeds
+
+
+EXAMPLE_NODES = torch.cat([torch.arange(5).repeat(4), torch.arange(7, NUM_NODES, 3), torch.tensor([39, 12, 39])])
+"""The hub 0 four times, the node without edges 39 three times."""
+EXAMPLE_LABELS = randint(0, NUM_CLASSES, EXAMPLE_NODES.numel(), seed=3)
+"""Labels of the examples: those of one node differ."""
+
+
+class Votes(hl.extend.Task):
+    """Several labels for a node, each a term of cross entropy."""
+
+    metric = "accuracy"
+    is_mean = True
+
+    def examples(self, splits: Mapping[str, Tensor], split: str) -> hl.extend.Examples:
+        return hl.extend.Examples(EXAMPLE_NODES, EXAMPLE_LABELS)
+
+    def loss(self, model: nn.Module, batch: hl.Batch) -> Tensor:
+        return nn.functional.cross_entropy(model(batch), batch.labels)
+
+    def measure(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
+        return {"accuracy": float((outputs.argmax(1) == y).double().mean())}
+
+
+class JointVotes(Votes):
+    """The same with a loss that must see all examples at once, each with its own label."""
+
+    is_mean = False
+
+    def loss(self, model: nn.Module, batch: hl.Batch) -> Tensor:
+        return joint_votes(model, model(batch), batch.labels)
+
+
+def joint_votes(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Cross entropy, and a term that is no mean over rows: scores of one label against those of the others."""
+    is_first = y == 0
+    spread = (out[is_first].sum(0) - out[~is_first].sum(0)).square().mean() / out.size(0)
+    return nn.functional.cross_entropy(out, y) + 0.05 * spread
+
+
+# ---- regression
+
+
+def _numbers() -> plain.Data:
+    """The graph with three numbers per node, of which about a third is not known; each node has the first."""
+    y = randn(NUM_NODES, 3, seed=11).double() * 5 + 20
+    y[:, 1:][randn(NUM_NODES, 2, seed=12) < -0.3] = torch.nan
+    return data_with(y=y)
+
+
+ONE_NUMBER = data_with(y=randn(NUM_NODES, seed=13).double())
+NUMBERS = _numbers()
+
+
+def standardised_huber(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    """Huber loss of the known entries, in units of mean 0 and deviation 1 over the training nodes."""
+    train = NUMBERS.y[DATA.train_mask]
+    mean = train.nanmean(0)
+    target = (y - mean) / (train - mean).square().nanmean(0).sqrt()
+    is_known = ~y.isnan()
+    return nn.functional.huber_loss(out[is_known], target[is_known])
+
+
+def mean_squares(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(out.view(-1), y)
+
+
+def smooth_class_weights(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    weight = torch.tensor([0.2, 1.0, 3.0], dtype=out.dtype)
+    return nn.functional.cross_entropy(out, y, weight=weight, label_smoothing=0.1)
+
+
 OWN = Scenario(own_loss=True)
 SCENARIOS: dict[str, Scenario] = {
     "usual loss": Scenario(),
@@ -287,6 +366,27 @@ SCENARIOS: dict[str, Scenario] = {
     "hooks on convs": Scenario(model=two_sage, prepare=hook_convs),
     "hooks within convs": Scenario(prepare=hook_inside),
     "hooks on gradients": Scenario(prepare=hook_gradients),
+    "repeated training ids": Scenario(examples=(EXAMPLE_NODES.sort().values, DATA.y[EXAMPLE_NODES.sort().values])),
+    "examples with labels of their own": Scenario(task=Votes(), examples=(EXAMPLE_NODES, EXAMPLE_LABELS)),
+    "a joint loss of examples": Scenario(
+        task=JointVotes(),
+        examples=(EXAMPLE_NODES, EXAMPLE_LABELS),
+        loss=joint_votes,
+        without=("historical-compensated",),
+    ),
+    "regression": Scenario(model=lambda: sage_gcn(1), data=ONE_NUMBER, loss=mean_squares, lr=0.1),
+    # Batches differ in what counts, as with class weights.
+    "regression, standardised, some not known": Scenario(
+        data=NUMBERS,
+        task=hl.Regression(loss="huber", standardize=True),
+        loss=standardised_huber,
+        without=("historical-compensated",),
+    ),
+    "class weights and smoothing of the task": Scenario(
+        task=hl.Classification(class_weights=(0.2, 1.0, 3.0), label_smoothing=0.1),
+        loss=smooth_class_weights,
+        without=("historical-compensated",),
+    ),
     "edge weights": Scenario(model=gcn_graph, data=WEIGHTED),
     "edge attributes": Scenario(model=gat, data=ATTRIBUTED),
 }
@@ -328,6 +428,8 @@ def train_step_of(loss: plain.Loss) -> Callable[[nn.Module, hl.Batch], Tensor]:
 def dataset_of(scenario: Scenario, *, evaluated: bool = False) -> hl.Dataset:
     """The dataset of a scenario. evaluated: with its validation and test nodes, so that the best epoch is kept."""
     data = hl.from_pyg(scenario.data, **scenario.dataset)
+    if scenario.examples is not None and scenario.task is None:
+        data = replace(data, splits={**data.splits, "train": scenario.examples[0]})
     return data if evaluated else replace(data, splits={"train": data.splits["train"]})
 
 
@@ -342,6 +444,7 @@ def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **o
         "lr": scenario.lr,
         "weight_decay": scenario.weight_decay,
         "train_step": train_step_of(scenario.loss) if scenario.own_loss else None,
+        "task": scenario.task,
         "show": False,
     }
     settings |= {**way.settings, **scenario.settings, **options}
@@ -349,8 +452,14 @@ def trainer_of(scenario: Scenario, way: CallingConvention, model: nn.Module, **o
     return hl.Trainer(model, data, method, **settings)
 
 
-def epochs_of(trainer: hl.Trainer, way: CallingConvention, num_epochs: int) -> list[list[Tensor]]:
-    """The nodes of every batch of every epoch, in hopline's order."""
+def epochs_of(
+    trainer: hl.Trainer, way: CallingConvention, num_epochs: int, scenario: Scenario | None = None
+) -> list[list[Tensor]]:
+    """The nodes of every batch of every epoch, in hopline's order. For sampled examples: their numbers."""
+    if isinstance(trainer.method, hl.Sampled) and scenario is not None and scenario.examples is not None:
+        numbers = torch.arange(len(scenario.examples[0]))
+        keys = [derive_key(trainer.settings.seed, epoch) for epoch in range(1, num_epochs + 1)]
+        return [list(seed_batches(numbers, trainer.method.batch_size, key)) for key in keys]
     if isinstance(trainer.method, hl.Sampled):
         loader = trainer.method.loader(trainer.data, seed=trainer.settings.seed, model=trainer.model)
         return [[batch.seeds for batch in loader.epoch(epoch)] for epoch in range(1, num_epochs + 1)]
@@ -376,6 +485,15 @@ def reference_of(
     if way.has_history:
         history = plain.History(model, scenario.data)
         arguments |= {"outputs": history.outputs, "commit": history.commit}
+    if scenario.examples is not None:
+        nodes, labels = scenario.examples
+        is_sampled = isinstance(way.method(2), hl.Sampled)
+
+        def examples(batch: Tensor) -> tuple[Tensor, Tensor]:
+            chosen = batch if is_sampled else torch.isin(nodes, batch)
+            return nodes[chosen], labels[chosen]
+
+        arguments["examples"] = examples
     return plain.train(model, scenario.data, epochs, **(arguments | options))
 
 

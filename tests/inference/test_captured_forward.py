@@ -22,6 +22,7 @@ from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 import hopline as hl
 from hopline import infer
 from hopline.contract import Job
+from hopline.core.examples import Examples
 from hopline.data.synthetic import planted_partition
 from hopline.inference import captured_forward as replayed
 from hopline.inference.cache import LastInference
@@ -93,7 +94,7 @@ def test_inference_is_not_captured_on_a_cpu_nor_under_a_budget():
         data=data,
         model=GNN([SAGEConv(8, 4)]),
         module=nn.Identity(),
-        train_ids=data.splits["train"],
+        examples=Examples(data.splits["train"]),
         task=usual_task(4),
         device=torch.device("cuda"),
     )
@@ -131,7 +132,7 @@ def job_with(model: GNN, data: hl.Dataset, say: Any = print) -> Job:
         data=data,
         model=model,
         module=model,
-        train_ids=data.splits["train"],
+        examples=Examples(data.splits["train"]),
         task=usual_task(4),
         say=say,
     )
@@ -255,7 +256,7 @@ def job_on_gpu(model: GNN, data: hl.Dataset, lines: list[str] | None = None, **p
         data=job.data,
         model=job.model,
         module=job.module,
-        train_ids=job.train_ids,
+        examples=job.examples,
         task=job.task,
         device=job.device,
         say=messages.append,

@@ -20,6 +20,7 @@ from torch_geometric.nn import GCNConv
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.plan import Budget, DoesNotFit, Item, OverBudget
 from hopline.contract import Job, Method
+from hopline.core.examples import Examples
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.partitioned.memory_plan import table_items
@@ -43,7 +44,13 @@ def outline_of(**options: Any) -> RunOutline:
     data = dataset_of(random_graph(1000, 8000), randn(1000, 6))
     model = GNN(stack_of("sage-mean", 6, 32, 3), **options).double()
     step = usual_task(3).loss
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=data.splits["train"], task=own_task(step))
+    job = Job(
+        data=data,
+        model=as_batch_model(model),
+        module=model,
+        examples=Examples(data.splits["train"]),
+        task=own_task(step),
+    )
     return RunOutline(job=job)
 
 

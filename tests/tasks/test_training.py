@@ -91,17 +91,14 @@ def plain_run(case: str, data: hl.Dataset) -> tuple[list[float], list[Tensor]]:
 
 
 METHODS: dict[str, dict[str, Any]] = {
-    "sampled": {"method": hl.Sampled(fanouts=(-1, -1), batch_size=400)},
-    "sampled, accumulated": {"method": hl.Sampled(fanouts=(-1, -1), batch_size=37), "accumulate": 100},
-    "historical": {"method": hl.Historical(num_parts=4, parts_per_batch=4)},
-    "sweep": {"method": hl.FullBatch(num_shards=3, aggregation="sweep")},
-    "sequential": {"method": hl.FullBatch(num_shards=3, aggregation="sequential")},
+    "sampled": {"method": hl.Sampled(fanouts=(-1, -1), batch_size=37), "accumulate": 100},
+    "historical": {"method": hl.Historical(num_parts=4, parts_per_batch=1, compensate=True), "accumulate": 4},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("how", METHODS)
-def test_every_method_is_plain_full_batch(how: str, case: str):
+@pytest.mark.parametrize("how", ["sampled"])
+def test_batches_that_are_accumulated_are_one_mean_over_what_counts(how: str, case: str):
     data, task, _ = CASES[case]
     expected_losses, expected_weights = plain_run(case, data)
     model = model_for(data)

@@ -39,6 +39,7 @@ from hopline.budget.micro_batches import (
     MicroBatchBytes,
     check_split,
     cut_to_fit,
+    examples_of,
     groups_to_fit,
     micro_batch_of,
     sizes_of,
@@ -225,14 +226,16 @@ class BudgetGuard:
         return done
 
     def outputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The model's output for the seeds: [num_seeds, ...] on the host, by forward passes within the
+        """The model's output for the examples: [num_examples, ...] on the host, by forward passes within the
         limit."""
         done = self.inference.run(batch, lambda micro_batch: model(micro_batch).cpu())
         first_seed_idx, first_rows = done[0]
         ran_whole = first_seed_idx is None
         if ran_whole:
             return first_rows
-        order = torch.cat([seed_idx for seed_idx, _ in done if seed_idx is not None])
+        device = batch.seeds.device
+        by_group = [examples_of(batch, seeds.to(device))[0].cpu() for seeds, _ in done if seeds is not None]
+        order = torch.cat(by_group)
         return torch.cat([rows for _, rows in done])[order.argsort()]
 
     def _try(self, batch: Batch, seed_idx: Tensor | None, step: Step, other_bytes: int) -> tuple[Tensor | None, int]:
@@ -573,7 +576,7 @@ class GuardedUnit(BatchUnit):
         """`forward_backward` for a loss of the user's own, which may not be a sum over seeds.
 
         A batch in micro-batches takes two passes. The first one computes all outputs without gradients, and
-        from them the loss L over all seeds and its gradient g at the outputs. The second one runs each
+        from them the loss L over all examples and its gradient g at the outputs. The second one runs each
         micro-batch with gradients, and goes back from sum(outputs * g), whose gradient at the outputs is g.
         A batch that fits takes one pass.
         """
@@ -591,10 +594,11 @@ class GuardedUnit(BatchUnit):
                 output_loss = self._loss_at_once(batch, total)
             # Positions of the micro-batch's seeds in the batch, by binary search among the sorted seeds.
             seed_idx = order[torch.searchsorted(sorted_seeds, micro_batch.seeds.to(batch.seeds.device))]
+            examples, _ = examples_of(batch, seed_idx)
             with autocast(job), trace.span("forward", job.device):
                 outputs = job.model(micro_batch)
             with trace.span("backward", job.device):
-                (outputs * output_loss.output_gradients[seed_idx.to(outputs.device)]).sum().backward()
+                (outputs * output_loss.output_gradients[examples.to(outputs.device)]).sum().backward()
             return torch.zeros_like(output_loss.loss_sum)  # the loss over all seeds is known already
 
         done = self.guard.run_fitted(fitted, step)
@@ -621,7 +625,7 @@ class GuardedUnit(BatchUnit):
                 f"dropout to 0 or make batch_size smaller {CHANGES_TRAINING}"
             )
         labels = None if batch.y is None else batch.y.to(job.device)
-        whole = batch_of_seeds(job, batch.seeds.to(job.device), labels, batch.key)
+        whole = batch_of_seeds(job, batch.example_ids.to(job.device), labels, batch.key)
         with autocast(job):
             return loss_at_outputs(job, whole, outputs, 1 / total)
 

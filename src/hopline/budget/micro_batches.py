@@ -186,6 +186,8 @@ class MicroBatchBytes:
         for l in range(len(batch.blocks)):
             per_node[l + 1] += 8  # the block's indptr
         per_node[-1] += 8  # the seeds
+        if batch.output_idx is not None:
+            per_node[-1] += 8
         if batch.y is not None:
             per_node[-1] += _row_bytes(batch.y)
         for rows in (batch.x, *batch.tables.values()):
@@ -263,12 +265,31 @@ def seed_costs(batch: Batch, costs: Costs) -> Tensor:
 
 def sizes_of(batch: Batch, groups: Sequence[Tensor]) -> list[Sizes]:
     """The sizes of the micro-batches of groups of seeds [n] int64, counted on the host without building them."""
-    num_nodes = Sizes.of(batch).nodes
+    num_nodes = Sizes.of_blocks(batch.blocks).nodes
     group_arrays = [group.cpu().numpy() for group in groups]
     counts = cpu_cut_batches.count(_edges_of(batch), num_nodes, group_arrays).tolist()
     # A row has the nodes of each layer, then the edges of each block.
     num_layers = len(num_nodes)
-    return [Sizes(nodes=tuple(row[:num_layers]), edges=tuple(row[num_layers:])) for row in counts]
+    sizes = [Sizes(nodes=tuple(row[:num_layers]), edges=tuple(row[num_layers:])) for row in counts]
+    if batch.output_idx is None:
+        return sizes
+    # [num_seeds]: the examples of each seed.
+    num_examples = torch.bincount(batch.output_idx.cpu(), minlength=batch.num_seeds)
+    return [s.with_outputs(int(num_examples[group.cpu()].sum())) for s, group in zip(sizes, groups, strict=True)]
+
+
+def examples_of(batch: Batch, seed_idx: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(which examples of a batch are of some seeds, the position of each one's seed among them).
+
+    seed_idx: [n] int64, positions of seeds. Both are [m] int64. The second is None if the seeds are the examples.
+    """
+    if batch.output_idx is None:
+        return seed_idx, None
+    new_idx = torch.full_like(batch.seeds, -1)
+    new_idx[seed_idx] = torch.arange(seed_idx.numel(), device=new_idx.device)
+    output_idx = new_idx[batch.output_idx]
+    examples = (output_idx >= 0).nonzero().view(-1)
+    return examples, output_idx[examples]
 
 
 def balanced_groups(seed_cost: Tensor, num_micro_batches: int) -> list[Tensor]:
@@ -435,7 +456,7 @@ def cut_to_fit(batch: Batch, bytes_of: BytesOf, limit: float, by: CutBy = "rando
         """Whether a batch fits. counts: the nodes of each layer, then the edges of each block."""
         num_nodes = tuple(counts[: len(node_entries)])
         num_edges = tuple(counts[len(node_entries) :])
-        return bytes_of(Sizes(num_nodes, num_edges)) <= limit
+        return bytes_of(Sizes(num_nodes, num_edges).with_outputs(batch.num_examples)) <= limit
 
     seeds_alone = [*[batch.num_seeds] * len(node_entries), *[0] * len(edge_entries)]
     if not fits(seeds_alone):
@@ -547,6 +568,7 @@ def _batch(
     these edges, are no longer right, and are replaced by `Rows`.
     """
     src_ids = blocks[0].src_ids
+    examples, output_idx = examples_of(batch, seed_idx)
 
     def select(rows: Rows | Tensor | None) -> Any:
         if rows is None:
@@ -562,7 +584,8 @@ def _batch(
         seeds=ops.gather_rows(batch.seeds, seed_idx),
         blocks=blocks,
         x=select(batch.x),
-        y=None if batch.y is None else ops.gather_rows(batch.y, seed_idx.to(batch.y.device)),
+        y=None if batch.y is None else ops.gather_rows(batch.y, examples.to(batch.y.device)),
         tables={name: select(rows) for name, rows in batch.tables.items()},
+        output_idx=output_idx,
         groups=(),
     )

@@ -48,7 +48,7 @@ def measure_steps(
     draw: makes a batch of that many seeds, on the host.
     """
     job = job_of(outline)
-    num_train = outline.train_ids.numel()
+    num_train = len(outline.job.examples)
     gpus = [outline.device] if outline.device.type == "cuda" else []
     num_seeds = 1
     is_first = True
@@ -63,7 +63,7 @@ def measure_steps(
                 batch = batch.to(outline.device)
                 start_s = time.perf_counter()
                 with meter_of(outline.device) as meter:
-                    BatchUnit(job, batch).forward_backward(batch.num_seeds)
+                    BatchUnit(job, batch).forward_backward(batch.num_examples)
                 seconds = seconds_since(start_s, outline.device)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):

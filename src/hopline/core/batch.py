@@ -4,7 +4,7 @@
       blocks[0]              one block per layer, in the order of computation; blocks[0] reads the input rows
         parts[0]             the block's edges in CSC form
       ...
-      blocks[-1]             its destinations are the seeds, or with `output_idx` contain them
+      blocks[-1]             its destinations are the seeds, or contain them
 
 The sources of a block are the destinations of the one before it, and rows that `LayerHooks` may append. A block's
 destinations come first among its sources, so a layer finds their own rows without a lookup. Input rows are usually
@@ -310,8 +310,11 @@ class Block:
 class Batch:
     """Seeds, the blocks that compute their outputs, and handles to the input rows of these blocks.
 
-    A `GNN` is called with one: `model(batch)` gives [num_seeds, num_outputs]. Any other model is called by
+    A `GNN` is called with one: `model(batch)` gives [num_examples, num_outputs]. Any other model is called by
     `hl.nn.as_batch_model(model)(batch)`. Batches are immutable; `to(device)` makes another one.
+
+    An example is a term of the loss, a seed is a node whose output is computed. They are the same, unless a node is an
+    example several times.
 
     Example:
         >>> data = hl.from_edges(
@@ -331,16 +334,16 @@ class Batch:
     x: Rows | Tensor | None
     """[num_input, num_features]: the input rows of `input_ids`, or a handle to them; None without features."""
     y: Tensor | None
-    """[num_seeds, ...]: labels of the seeds; None without labels."""
+    """[num_examples, ...]: labels of the examples; None without labels."""
     tables: Mapping[str, Rows | Tensor] = field(default_factory=dict)
     """[num_input, ...] each: rows of the dataset's other tables for `input_ids`, by name, or handles to them."""
     key: int | Tensor | None = None
     """Key of this step's random draws, derived from (seed, epoch, global step)."""
     total_seeds: int | None = None
-    """Number of seeds of this step over all ranks; None if this rank does not know it."""
+    """Number of examples of this step over all ranks; None if this rank does not know it."""
     output_idx: Tensor | None = None
-    """[num_seeds] int64: each seed's position among the last block's destinations; None if they are the seeds, in
-    order."""
+    """[num_examples] int64: each example's position among the last block's destinations. None: these are the examples,
+    in order."""
     groups: tuple[Tensor, ...] = ()
     """The micro-batches into which a budget splits the batch: [n] int64 each, on the host, positions among the seeds.
     Empty if the batch runs whole."""
@@ -348,7 +351,8 @@ class Batch:
     def __repr__(self) -> str:
         arrays = [f"{name}={_shown(rows)}" for name, rows in {"x": self.x, "y": self.y, **self.tables}.items()]
         blocks = "".join(f"\n    {block!r}," for block in self.blocks)
-        return f"Batch({self.num_seeds:,} seeds, {', '.join(arrays)}, blocks=({blocks}\n))"
+        examples = f"{self.num_examples:,} examples of " if self.num_examples != self.num_seeds else ""
+        return f"Batch({examples}{self.num_seeds:,} seeds, {', '.join(arrays)}, blocks=({blocks}\n))"
 
     def __getattr__(self, name: str) -> Any:
         """Raise AttributeError. For an attribute of PyG's batches, the error says what to use instead."""
@@ -389,6 +393,16 @@ class Batch:
     @property
     def num_seeds(self) -> int:
         return self.seeds.numel()
+
+    @property
+    def num_examples(self) -> int:
+        """The number of terms of the loss: rows of `model(batch)`, and labels."""
+        return self.num_seeds if self.output_idx is None else self.output_idx.size(0)
+
+    @property
+    def example_ids(self) -> Tensor:
+        """[num_examples] int64: the node of each example, in the order of `labels` and of `model(batch)`."""
+        return self.seeds if self.output_idx is None else self.blocks[-1].dst_ids[self.output_idx]
 
     @property
     def num_bytes(self) -> int:

@@ -16,19 +16,23 @@ class Sizes:
     """The numbers of nodes and edges of a batch, layer by layer."""
 
     nodes: tuple[int, ...]
-    """[num_layers + 1]: the sources of each block in the order of computation, then the destinations of the last."""
+    """[num_layers + 1]: the sources of each block in the order of computation, then the rows of the output."""
     edges: tuple[int, ...]
     """[num_layers]: the edges of each block in the order of computation."""
 
     @classmethod
     def of(cls, batch: Batch) -> Sizes:
         """The sizes of a batch."""
-        return cls.of_blocks(batch.blocks)
+        return cls.of_blocks(batch.blocks).with_outputs(batch.num_examples)
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[Block]) -> Sizes:
         """The sizes of a batch that has these blocks, in the order of computation."""
         return cls((*[b.num_src for b in blocks], blocks[-1].num_dst), tuple([b.num_edges for b in blocks]))
+
+    def with_outputs(self, num_examples: int) -> Sizes:
+        """The sizes where the output has a row per example, of which some nodes have several."""
+        return Sizes((*self.nodes[:-1], max(self.nodes[-1], num_examples)), self.edges)
 
     @cached_property
     def array(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The steps of an epoch: the seeds of each, the key of its random draws, and each rank's share.
+"""The steps of an epoch: the examples of each, the key of its random draws, and each rank's share.
 
 All are functions of their arguments alone. So every rank can compute the batches without communication, and a
 run that resumes in the middle of an epoch gets the remaining ones.
@@ -10,17 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hopline import ops
 
 
-def share_of(seeds: Tensor, rank: int, size: int) -> Tensor:
-    """One rank's share of the seeds of a step. The shares are contiguous, and their sizes differ by at most one.
+def share_of(examples: Tensor, rank: int, size: int) -> Tensor:
+    """One rank's share of the examples of a step. The shares are contiguous, and their sizes differ by at most one.
 
     size: the number of ranks.
     """
-    return seeds[seeds.numel() * rank // size : seeds.numel() * (rank + 1) // size]
+    return examples[examples.numel() * rank // size : examples.numel() * (rank + 1) // size]
 
 
 def seed_batches(
@@ -39,11 +40,11 @@ def seed_batches(
         yield order[start : min(start + batch_size, stop)]
 
 
-class StepSeeds(NamedTuple):
-    """The seeds and the key of one step."""
+class StepExamples(NamedTuple):
+    """The examples and the key of one step."""
 
-    seeds: Tensor
-    """[n] int64: the seeds of all ranks."""
+    numbers: Tensor
+    """[n] int64: which examples, those of all ranks."""
     key: int
     """Key of the step's random draws."""
 
@@ -52,27 +53,27 @@ class StepSeeds(NamedTuple):
 class SeedOrder:
     """The steps of every epoch of a loader. Its length is the number of steps of an epoch."""
 
-    ids: Tensor
-    """[n] int64: the seeds, each once."""
+    num_examples: int
     per_step: int
-    """Seeds of a step, over all ranks."""
+    """Examples of a step, over all ranks."""
     shuffle: bool
     drop_last: bool
-    """Whether to leave out the last step of an epoch if it has fewer seeds."""
+    """Whether to leave out the last step of an epoch if it has fewer examples."""
 
     def __len__(self) -> int:
-        num_full, num_remaining = divmod(self.ids.numel(), self.per_step)
+        num_full, num_remaining = divmod(self.num_examples, self.per_step)
         has_smaller_step = num_remaining > 0 and not self.drop_last
         return num_full + 1 if has_smaller_step else num_full
 
-    def steps(self, epoch_key: int, done: int = 0, seeds_done: int = 0) -> Iterator[StepSeeds]:
+    def steps(self, epoch_key: int, done: int = 0, examples_done: int = 0) -> Iterator[StepExamples]:
         """The steps of one epoch, whose key decides the order and the keys of the steps.
 
-        done: the number of steps to leave out at the beginning. seeds_done: the number of their seeds. Both are
+        done: the number of steps to leave out at the beginning. examples_done: the number of their examples. Both are
         needed, because these steps may have had another size.
         """
+        numbers = torch.arange(self.num_examples)
         batches = seed_batches(
-            self.ids, self.per_step, epoch_key, shuffle=self.shuffle, drop_last=self.drop_last, done=seeds_done
+            numbers, self.per_step, epoch_key, shuffle=self.shuffle, drop_last=self.drop_last, done=examples_done
         )
-        for step, seeds in enumerate(batches, start=done):
-            yield StepSeeds(seeds, ops.derive_key(epoch_key, step))
+        for step, batch in enumerate(batches, start=done):
+            yield StepExamples(batch, ops.derive_key(epoch_key, step))

@@ -4,7 +4,7 @@
     indices         lie in 0 .. num_nodes - 1
     floats          are finite: edge arrays and tables
     labels          have values of their kind (`tasks.labels`)
-    splits          are sorted, distinct and labelled
+    splits          are sorted and labelled
 
 Arrays are checked a chunk at a time, so that a mapped array larger than memory can be checked. A check
 raises a `ValueError` that names the array, the position and the value. `check_dataset` runs all
@@ -14,7 +14,7 @@ of them. `check_nodes` runs those of tables, labels and splits. `check_training`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from hopline.tasks.labels import LABELS, is_labelled
 from hopline.util.progress import progress
 
 if TYPE_CHECKING:
+    from hopline.core.examples import Examples
     from hopline.data.dataset import Dataset
     from hopline.data.nodes import NodeData
     from hopline.tasks.kinds import LabelKind
@@ -103,13 +104,12 @@ def check_labels(y: Tensor, task: LabelKind, num_classes: int, where: str) -> No
 
 
 def check_split(ids: Tensor, num_nodes: int, y: Tensor | None, name: str, where: str) -> None:
-    """Check that a split is a sorted list of distinct nodes. Nodes of `CHECKED_SPLITS` must have a label."""
+    """Check that a split is a sorted list of nodes, some perhaps repeated. Those of `CHECKED_SPLITS` have a label."""
     check_ids(ids, num_nodes, where)
-    # Smaller than the id before it: not sorted. Equal to it: repeated.
-    out_of_order = (ids[1:] <= ids[:-1]).nonzero()
+    out_of_order = (ids[1:] < ids[:-1]).nonzero()
     if out_of_order.numel():
         node = int(ids[int(out_of_order[0]) + 1])
-        raise ValueError(f"{where} is not sorted or repeats node {node}: give every node of a split once.")
+        raise ValueError(f"{where} is not sorted at node {node}: give the nodes of a split in ascending order.")
     if y is None or name not in CHECKED_SPLITS:
         return
     for start, chunk in _chunks(ids):
@@ -166,7 +166,7 @@ def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callabl
         checks[f"labels are {LABELS[nodes.task].noun}"] = check
     for k, splits in enumerate(nodes.all_splits):
         for name, ids in splits.items():
-            checks[f"split {k} {name} is sorted, distinct and labelled"] = partial(
+            checks[f"split {k} {name} is sorted and labelled"] = partial(
                 check_split, ids, nodes.num_nodes, nodes.y, name, where(f"split.{k}.{name}")
             )
     return checks
@@ -181,34 +181,15 @@ def _run_checks(checks: dict[str, Callable[[], None]], num_bytes: int) -> list[s
     return list(checks)
 
 
-def _check_distinct(ids: Tensor) -> None:
-    """Check that no training node occurs twice.
+def check_training(data: Dataset, splits: Mapping[str, Examples]) -> None:
+    """Check the examples of these splits and the labels of their nodes before training begins.
 
-    Methods would differ on such a node: sampled batches use it twice, and methods that train by parts once.
+    Labels of other nodes are not read, and labels of the examples' own are their task's.
     """
-    ordered = ids.sort().values
-    is_repeated = ordered[1:] == ordered[:-1]
-    repeated = ordered[1:][is_repeated]
-    if repeated.numel():
-        raise ValueError(
-            f"node {int(repeated[0])} is in split 'train' more than once: give each node once (ids.unique()), and for "
-            "nodes that count more than others a train_step= with weights"
-        )
-
-
-def check_training(data: Dataset, splits: Iterable[str]) -> None:
-    """Check the nodes of these splits and their labels before training begins.
-
-    A training node may occur at most once. Labels of other nodes are not read.
-    """
-    for name in splits:
-        ids = data.splits.get(name)
-        if ids is None or not ids.numel():
-            continue
+    for name, examples in splits.items():
+        ids = examples.nodes
         check_ids(ids, data.num_nodes, f"Split {name!r}")
-        if name == "train":
-            _check_distinct(ids)
-        if data.y is None:
+        if data.y is None or examples.y is not None:
             continue
         labels = LABELS[data.task]
         y = data.y[ids.to(data.y.device)].cpu()

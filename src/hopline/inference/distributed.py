@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.core.graph import PartialGraph
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
@@ -252,7 +253,7 @@ def _join_tables(own: Table, halo: Table | Tensor, halo_numbers: Tensor, num_hal
 
 
 def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(ids, outputs, labels) of the seeds of this rank's batches, over sampled edges. labels: None without
+    """(ids, outputs, labels) of the examples of this rank's batches, over sampled edges. labels: None without
     labels.
 
     Collective. A rank without seeds learns the width of the outputs from the others: its own output has no
@@ -264,7 +265,7 @@ def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tup
     labels: list[Tensor] = []
     with evaluating(batch_model):
         for batch in batches:
-            ids.append(batch.seeds.cpu())
+            ids.append(batch.example_ids.cpu())
             outputs.append(batch_model(batch).float().cpu() if batch.num_seeds else torch.empty(0, 0))
             if batch.y is not None:
                 labels.append(batch.y.cpu())
@@ -277,24 +278,28 @@ def evaluate(
     model: nn.Module,
     data: ShardedData,
     task: Task,
-    split: str,
+    examples: Examples,
     batches: Iterable[Batch] | None,
     device: torch.device | str = "cpu",
 ) -> dict[str, float]:
-    """The metric of a task at a split, equal on every rank.
+    """The metric of a task at some examples, equal on every rank.
 
-    Collective. batches: sampled batches of the split; None: exact.
+    Collective. batches: sampled batches of the examples; None: exact.
     """
     shard = data.shard
     channel = data.channel
     if batches is None:
-        ids = shard.splits[split]
+        ids = examples.nodes[torch.isin(examples.nodes, shard.nodes)]
         rows = shard.rows_of(ids)
         scores = exact(model, shard, channel, rows, device=device)
-        labels = shard.labels[rows]
+        labels = None if examples.y is not None else shard.labels[rows]
     else:
         ids, scores, labels = sampled(model, channel, batches)
-        assert labels is not None
     # By node id, as a single process has them: ties in a metric are then broken in the same way.
-    order = channel.all_gather(ids).argsort()
-    return task.measure(channel.all_gather(scores.float())[order], channel.all_gather(labels)[order])
+    order = channel.all_gather(ids).argsort(stable=True)
+    if examples.y is not None:
+        all_labels = examples.y[examples.nodes.argsort(stable=True)]
+    else:
+        assert labels is not None
+        all_labels = channel.all_gather(labels)[order]
+    return task.measure(channel.all_gather(scores.float())[order], all_labels)

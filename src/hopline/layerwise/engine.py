@@ -520,7 +520,7 @@ class Layers(Generic[C]):
         return piece
 
     def outputs_at_seeds(self) -> Iterator[tuple[Batch, Tensor]]:
-        """(batch, the model's outputs at its seeds) for each piece that has seeds, without gradients."""
+        """(batch, the model's outputs at its examples) for each piece that has seeds, without gradients."""
         for piece in self._pieces(self.last):
             batch = piece.batch
             assert batch is not None

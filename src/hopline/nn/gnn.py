@@ -430,7 +430,7 @@ class GNN(nn.Module):
         edge_weight: Tensor | None = None,
         edge_attr: Tensor | None = None,
     ) -> Tensor:
-        """Outputs for the batch's seeds: [num_seeds, ...]. Or `model(x, edge_index)`, as PyG's models are called.
+        """Outputs for the batch's examples: [num_examples, ...]. Or `model(x, edge_index)`, as PyG's models are called.
 
         batch: a `Batch`; or the rows [num_nodes, num_features] of a whole graph.
         edge_index: [2, num_edges] int64, sources first. Convs get `edge_weight` and `edge_attr` if they take them.

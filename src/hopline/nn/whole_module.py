@@ -93,9 +93,10 @@ class Whole(nn.Module):
                 )
 
     def forward(self, batch: Batch) -> Tensor:
-        """Outputs for the batch's seeds: [num_seeds, ...]."""
+        """Outputs for the batch's examples: [num_examples, ...]."""
         self._refuse_caches()
-        return self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
+        out = self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
+        return out if batch.output_idx is None else out[batch.output_idx]
 
     def on_block(self, x: Tensor, block: Block) -> Tensor:
         """[num_src, ...]: outputs for all nodes of a square block, whose sources are its destinations.

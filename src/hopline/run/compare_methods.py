@@ -29,6 +29,7 @@ from hopline.budget.memory_plan import RunOutline
 from hopline.budget.plan import PLACES, Budget, Plan
 from hopline.budget.probe import job_of
 from hopline.contract import Job, Method, Work
+from hopline.core.examples import Examples
 from hopline.core.partition import Partition
 from hopline.data.dataset import Dataset
 from hopline.data.placement import place
@@ -247,7 +248,7 @@ def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
     if not train_ids.numel():
         # A step needs a training node.
         train_ids = torch.zeros(1, dtype=torch.int64)
-    job = replace(outline.job, data=part, train_ids=train_ids)
+    job = replace(outline.job, data=part, examples=Examples(train_ids))
     return replace(outline, job=job), data.num_edges / max(1, part.num_edges)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.tasks.task import Task, TestStep, TrainStep, Write
 
 
@@ -27,6 +28,9 @@ class OwnSteps(Task):
         self.best_is = None if test_step is not None else task.best_is
         self.writes = task.writes
         self.is_mean = train_step is None and task.is_mean
+
+    def examples(self, splits: Mapping[str, Tensor], split: str) -> Tensor | Examples:
+        return self.task.examples(splits, split)
 
     @property
     def has_weights(self) -> bool:

@@ -1,6 +1,6 @@
 """`Task`: what is learnt. The trainer, the methods and inference ask it, and never which task it is.
 
-    examples(splits, name)     the nodes of a split that are terms of the loss, or of the metric
+    examples(splits, name)     the terms of the loss, or of the metric: the nodes of a split, or nodes with labels
     loss(model, batch)         the mean loss of a batch, to differentiate
     weight(y)                  what a batch counts in the mean over a step
     measure(outputs, y)        metrics by name, the first of which chooses the best weights
@@ -24,6 +24,7 @@ from hopline.metrics import Mode, mode_of
 
 if TYPE_CHECKING:
     from hopline.core.batch import Batch
+    from hopline.core.examples import Examples
     from hopline.tasks.settings import TaskSettings
 
 Write = Literal["classes", "probabilities", "scores", "values", "embeddings"]
@@ -76,8 +77,11 @@ class Task(ABC):
     def measure(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
         """Metrics by name. outputs: [n, num_outputs] on the host. y: [n, ...], labels of the same rows."""
 
-    def examples(self, splits: Mapping[str, Tensor], split: str) -> Tensor:
-        """[n] int64: the nodes of a split that are examples. A node may be there more than once."""
+    def examples(self, splits: Mapping[str, Tensor], split: str) -> Tensor | Examples:
+        """The nodes of a split that are examples: [n] int64. A node may be there several times.
+
+        With labels of their own: `hl.extend.Examples(nodes, y)`. On several ranks, all must return the same.
+        """
         return splits[split]
 
     def weight(self, y: Tensor | None) -> float | None:

@@ -309,9 +309,13 @@ def identity(trainer: Trainer) -> dict[str, Any]:
         "evaluate_every",
         "inference",
     )
-    splits = {"training nodes": "train", "validation nodes": "valid", "test nodes": "test"}
+    splits = {"validation nodes": "valid", "test nodes": "test"}
+    examples = trainer.job.examples
+    own_labels = {} if examples.y is None else {"labels of the examples": _checksum(examples.y)}
     return {
         "dataset": f"{data.name} ({data.num_nodes} nodes, {data.num_edges} edges, {data.num_features} features)",
+        "training nodes": _checksum(examples.nodes),
+        **own_labels,
         **{title: _checksum(data.splits[name]) if name in data.splits else None for title, name in splits.items()},
         "metric": data.metric,
         "model": type(model).__name__,
@@ -405,8 +409,8 @@ def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -
 
 
 def _checksum(ids: Tensor) -> str:
-    """A short text that identifies node ids, of which there may be millions."""
-    return f"{ids.numel()} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
+    """A short text that identifies node ids or labels, of which there may be millions."""
+    return f"{ids.size(0)} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
 
 
 def _format_shape(shape: list[int] | None) -> str:

@@ -23,6 +23,7 @@ from hopline.budget.guard import BudgetGuard
 from hopline.budget.plan import Budget, Plan
 from hopline.contract import Job, KeepRows, Method
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.data.dataset import Dataset
 from hopline.device.snapshots import evaluating
 from hopline.inference import distributed as shard_infer
@@ -35,6 +36,7 @@ from hopline.nn.whole_module import Whole
 from hopline.nn.whole_module_probe import find_reach
 from hopline.shards.data import ShardedData
 from hopline.training.metric import run_test_step
+from hopline.units.job import examples_of
 from hopline.units.own_threads import own_threads
 from hopline.util.config import format_size
 
@@ -58,6 +60,8 @@ class Measure:
     None: the whole graph."""
     captured: CapturedInferences = field(default_factory=CapturedInferences)
     """The cache of exact evaluations that were captured as CUDA graphs, for later calls."""
+    examples: dict[str, Examples] = field(default_factory=dict)
+    """The cache of `examples_of`, by split."""
 
     @classmethod
     def within(cls, plan: Plan | None, method: Method, part_hops: int | None) -> Measure:
@@ -73,7 +77,8 @@ class Measure:
         keep: called with the embeddings that exact inference computes.
         """
         data = job.data
-        ids = data.splits[self.split]
+        examples = self.examples_of(job)
+        ids = examples.nodes
         if job.task.test_step is not None:
             return run_test_step(job.task.test_step, job, ids)
 
@@ -82,7 +87,7 @@ class Measure:
         # On a CPU, fused convs use hopline's threads, as in training.
         with own_threads(job):
             if isinstance(data, ShardedData):
-                return shard_infer.evaluate(job.model, data, job.task, self.split, batches, job.device)
+                return shard_infer.evaluate(job.model, data, job.task, examples, batches, job.device)
             if batches is None:
                 scores = self._exact_scores(job, ids, keep)
             else:
@@ -138,12 +143,17 @@ class Measure:
             batches = batches.with_budget(split_ahead=None, batches_on_host=True)
         return infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
 
+    def examples_of(self, job: Job) -> Examples:
+        """The examples of the split: the same object at every call, by which captured inference knows it again."""
+        if self.split not in self.examples:
+            self.examples[self.split] = examples_of(job.task, job.data, self.split)
+        return self.examples[self.split]
+
     def labels(self, job: Job) -> Tensor:
-        """[num_nodes of the split] on the host: the labels of the split's nodes."""
-        y = job.data.y
-        ids = job.data.splits[self.split]
+        """[num_examples, ...] on the host: the labels of the split's examples."""
+        y = self.examples_of(job).labels(job.data.y)
         assert y is not None
-        return y[ids.to(y.device)].cpu()
+        return y.cpu()
 
     def captured_inference(self, job: Job) -> CapturedInference | None:
         """Exact inference on the split, which later calls replay as a CUDA graph. None if it cannot be captured.
@@ -153,7 +163,7 @@ class Measure:
         has_budget = self.chunk_bytes is not None or self.rows_on_disk
         if has_budget or not self.exact or job.task.test_step is not None or isinstance(job.data, ShardedData):
             return None
-        return self.captured.of(job, job.data.splits[self.split])
+        return self.captured.of(job, self.examples_of(job).nodes)
 
 
 # ---- modules that are not made of layers

@@ -38,6 +38,7 @@ from hopline.training.lr_schedule import MakeScheduler, OwnSchedule
 from hopline.training.optimizer import MakeOptimizer, OwnOptimizer, describe_call
 from hopline.training.run_facts import name_of
 from hopline.training.settings import Schedule, TrainSettings
+from hopline.units.job import examples_of
 from hopline.util.config import check_names, find_by_other_name, kind_of
 
 KEYWORDS_ELSEWHERE = {
@@ -289,7 +290,11 @@ def check_callbacks(callbacks: Sequence[Callback]) -> list[Callback]:
 
 
 def check_data(
-    data: Dataset, settings: TrainSettings, train_step: TrainStep | None, test_step: TestStep | None
+    data: Dataset,
+    task: Task,
+    settings: TrainSettings,
+    train_step: TrainStep | None,
+    test_step: TestStep | None,
 ) -> None:
     """Refuse splits and labels that the run cannot train on, or evaluate."""
     valid_ids = data.splits.get("valid")
@@ -304,7 +309,8 @@ def check_data(
         splits_to_check.append("train")
     if test_step is None:
         splits_to_check += ["valid", "test"]
-    check_training(data, splits_to_check)
+    splits = {name: examples_of(task, data, name) for name in splits_to_check if name in ("train", *data.splits)}
+    check_training(data, splits)
 
 
 def check_same_weights(gradients: Gradients, model: nn.Module, world: World, epoch: int) -> None:

@@ -31,6 +31,7 @@ from hopline.nn.whole_module import edge_arrays_read
 from hopline.report.settings import changed_keys
 from hopline.tasks.settings import TaskSettings
 from hopline.tasks.task import Task, TestStep, TrainStep
+from hopline.units.job import examples_of
 from hopline.units.rank_facts import check_ranks, settings_or_repr
 from hopline.util.config import kind_of, to_dict
 
@@ -193,6 +194,11 @@ def check_trainer_ranks(
     }
     data = trainer.data
     splits = {f"the split {name!r}": ids for name, ids in data.splits.items()}
+    if isinstance(trainer.requested_task, Task) and trainer.world.size > 1:
+        examples = examples_of(trainer.requested_task, data)
+        splits["the nodes of the examples"] = examples.nodes
+        if examples.y is not None:
+            splits["the labels of the examples"] = examples.y
     try:
         check_ranks(trainer.world, f"hl.{type(trainer).__name__}", data, splits, settings, trainer.model)
     except ValueError:

@@ -196,7 +196,7 @@ class Trainer(NotCopied):
         self.data = data
         # Before all other collective calls: a rank that differs sends messages of other sizes.
         check_trainer_ranks(self, given_method, train_step, test_step, metric_mode, owns_world=world is None)
-        self.task = bind_task(self.requested_task, data, data.train_ids, train_step, test_step)
+        self.task = bind_task(self.requested_task, data, None, train_step, test_step)
         self.run_metric = RunMetric(self.task, metric_mode, overrides_evaluate=overrides_evaluate)
 
         # The folder of the run. Only the first rank writes, so its folder decides whether all ranks take part
@@ -213,7 +213,7 @@ class Trainer(NotCopied):
         self.config = config
 
         # The method at work: on data that are placed, within a budget.
-        check_data(data, self.settings, train_step, test_step)
+        check_data(data, self.task, self.settings, train_step, test_step)
         self._change_check = InPlaceChangeCheck(data)
         job = make_job(
             self.model,
@@ -548,7 +548,7 @@ class Trainer(NotCopied):
     @property
     def num_seeds(self) -> int:
         """The number of training nodes."""
-        return self.job.train_ids.numel()
+        return len(self.job.examples)
 
     @property
     def run(self) -> Run:

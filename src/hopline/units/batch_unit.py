@@ -26,7 +26,7 @@ class BatchUnit(Unit):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return self.batch.num_seeds
+        return self.batch.num_examples
 
     @property
     def total_size(self) -> float | None:
@@ -39,7 +39,7 @@ class BatchUnit(Unit):
     def forward_backward(self, total: float) -> Tensor:
         job = self.job
         weight = self.weight
-        if not self.size:  # the last step of an epoch may have fewer seeds than there are ranks
+        if not self.size:  # the last step of an epoch may have fewer examples than there are ranks
             return torch.zeros((), device=job.device)
         with autocast(job), trace.span("forward", job.device):
             loss = job.task.loss(job.model, self.batch)

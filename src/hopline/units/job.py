@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hopline.contract import Job
+from hopline.core.examples import Examples, as_examples
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
 from hopline.nn.gnn import GNN
@@ -23,7 +24,7 @@ def make_job(
     data: Dataset,
     *,
     model: GNN | Whole | None = None,
-    train_ids: Tensor | None = None,
+    examples: Examples | Tensor | None = None,
     task: Task | TaskSettings | None = None,
     train_step: TrainStep | None = None,
     test_step: TestStep | None = None,
@@ -35,17 +36,18 @@ def make_job(
 ) -> Job:
     """The job of a user's module on a dataset.
 
-    model: the module as the library runs it, called with a batch; None to make it here. train_ids: None for
-    the training split. task, train_step, test_step: as `bind_task` takes them. device: None for the CPU. world:
-    None for a single process.
+    model: the module as the library runs it, called with a batch; None to make it here. examples: or their nodes; None
+    for those of the task in the training split. task, train_step, test_step: as `bind_task` takes them. device: None
+    for the CPU. world: None for a single process.
     """
-    train_ids = data.train_ids if train_ids is None else train_ids
+    nodes = examples.nodes if isinstance(examples, Examples) else examples
+    bound = bind_task(task, data, nodes, train_step, test_step)
     return Job(
         data=data,
         model=as_batch_model(module) if model is None else model,
         module=module,
-        train_ids=train_ids,
-        task=bind_task(task, data, train_ids, train_step, test_step),
+        examples=examples_of(bound, data) if examples is None else as_examples(examples),
+        task=bound,
         seed=seed,
         device=torch.device("cpu") if device is None else device,
         bf16=bf16,
@@ -54,22 +56,33 @@ def make_job(
     )
 
 
+def examples_of(task: Task, data: Dataset, split: str = "train") -> Examples:
+    """The examples of a task in a split of a dataset."""
+    splits = {split: torch.empty(0, dtype=torch.int64), **data.splits}
+    examples = as_examples(task.examples(splits, split))
+    if split == "train" and not len(examples):
+        _ = data.train_ids  # says what to type where the split is missing
+        raise ValueError(f"examples() of {type(task).__name__} gave none to train on: return at least one node")
+    return examples
+
+
 def bind_task(
     task: Task | TaskSettings | None,
     data: Dataset,
-    train_ids: Tensor,
+    train_ids: Tensor | None = None,
     train_step: TrainStep | None = None,
     test_step: TestStep | None = None,
 ) -> Task:
     """The task of a run. Collective for a dataset in shards.
 
-    task: the user's, or settings; None for the default of the labels. train_step, test_step: functions of the user's
+    task: the user's, or settings; None for the default of the labels. train_ids: None for the training split.
+    train_step, test_step: functions of the user's
     in place of its loss and evaluation.
     """
     if task is None:
         task = DEFAULT_TASKS[data.task]
     if isinstance(task, TaskSettings):
-        task = task.bind(data.label_facts(train_ids))
+        task = task.bind(data.label_facts(data.train_ids if train_ids is None else train_ids))
     if train_step is None and test_step is None:
         return task
     return OwnSteps(task, train_step, test_step)

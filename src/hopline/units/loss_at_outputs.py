@@ -53,9 +53,9 @@ class OutputLoss:
     """The loss of a training step at given outputs, with its gradients."""
 
     loss_sum: Tensor
-    """[] on the outputs' device: the mean loss times the number of seeds, without a gradient."""
+    """[] on the outputs' device: the mean loss times the number of examples, without a gradient."""
     output_gradients: Tensor
-    """[num_seeds, num_outputs]: the gradient at the outputs, scaled as `loss_at_outputs` was told."""
+    """[num_examples, num_outputs]: the gradient at the outputs, scaled as `loss_at_outputs` was told."""
     parameter_gradients: Sequence[tuple[nn.Parameter, Tensor]]
     """Parameters that the loss reads directly, as a weight penalty does, each with its scaled gradient."""
 
@@ -72,11 +72,11 @@ class OutputLoss:
 def loss_at_outputs(job: Job, batch: Batch, outputs: Tensor, scale: float) -> OutputLoss:
     """The loss of the job's training step if the model's output for the batch is `outputs`.
 
-    The loss that the training step returns counts as a mean over the seeds. Times their number it is the
+    The loss that the training step returns counts as a mean over the examples. Times their number it is the
     summed loss.
 
-    scale: the factor of all gradients. With 1 they are those of the summed loss, with 1 / num_seeds those
-        of the mean.
+    scale: the factor of all gradients. With 1 they are those of the summed loss, with 1 / num_examples
+        those of the mean.
     """
     # A leaf, so that the backward pass ends at the outputs. `job.model` is what a training step calls. It
     # shares its parameters with `job.module`, the user's own.
@@ -120,11 +120,13 @@ def patch_outputs(model: nn.Module, batch: Batch, outputs: Tensor) -> Iterator[N
             model.__dict__["forward"] = earlier_patch
 
 
-def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
+def batch_of_seeds(job: Job, nodes: Tensor, y: Tensor | None, key: int | Tensor | None) -> Batch:
     """The batch of all seeds at once for a training step: ids, labels and rows of all tables, no edges.
 
-    key: of the step's random draws, as in `Batch`.
+    nodes: [num_examples] int64, those of the examples. y: their labels. key: of the step's random draws, as in
+    `Batch`.
     """
+    seeds, output_idx = job.examples.distinct(nodes)
     rows = {name: SeedRows(table, seeds) for name, table in job.data.tables.items()}
     x = rows.pop("x", None)
     block = Block(seeds, seeds.numel(), parts=(), key=key)
@@ -135,8 +137,8 @@ def batch_of_seeds(job: Job, seeds: Tensor, y: Tensor | None, key: int | Tensor 
         y=y,
         tables=dict(rows),
         key=key,
-        total_seeds=seeds.numel(),
-        output_idx=torch.arange(seeds.numel(), device=seeds.device),
+        total_seeds=nodes.numel(),
+        output_idx=torch.arange(seeds.numel(), device=seeds.device) if output_idx is None else output_idx,
     )
 
 

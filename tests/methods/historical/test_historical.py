@@ -10,6 +10,7 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline.contract import Job
+from hopline.core.examples import Examples
 from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
 from hopline.util.config import override
@@ -61,7 +62,12 @@ def test_refresh_by_evaluation_is_refused_with_several_ranks():
     world.size = 2
     ids = torch.arange(3)
     job = Job(
-        data=DATA, model=model_of(), module=model_of(), train_ids=ids, task=own_task(lambda m, b: ids), world=world
+        data=DATA,
+        model=model_of(),
+        module=model_of(),
+        examples=Examples(ids),
+        task=own_task(lambda m, b: ids),
+        world=world,
     )
     with pytest.raises(ValueError, match="is for one process"):
         Historical(refresh_every="evaluation").bind(job)

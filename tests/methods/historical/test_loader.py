@@ -138,8 +138,6 @@ def test_misuse_that_would_train_wrongly_is_refused():
         loader_of(model, lipschitz=0.1)
     with pytest.raises(ValueError, match=r"split 'trian': .*train, test"):
         loader_of(model, "trian")
-    with pytest.raises(ValueError, match="seeds must be distinct"):
-        loader_of(model, torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="there are no seeds"):
         loader_of(model, torch.tensor([], dtype=torch.int64))
     with pytest.raises(ValueError, match=r"0 to 59"):

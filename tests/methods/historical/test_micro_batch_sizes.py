@@ -16,6 +16,7 @@ from torch import nn
 from hopline.budget.micro_batches import edges_of_run
 from hopline.contract import Job
 from hopline.core.batch_sizes import Sizes
+from hopline.core.examples import Examples
 from hopline.methods.historical.micro_batches import (
     MicroBatch,
     Probe,
@@ -43,7 +44,7 @@ def work_of(train_ids: torch.Tensor = DATA.splits["train"], **settings: Any) -> 
         data=DATA,
         model=model,
         module=model,
-        train_ids=train_ids,
+        examples=Examples(train_ids),
         task=usual_task(3),
     )
     return method.bind(job)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import hopline as hl
 from hopline.contract import Job
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.core.row_handles import as_tensor
 from hopline.methods.historical.settings import Historical
 from hopline.methods.historical.work import HistoricalWork
@@ -198,7 +199,9 @@ def work_of(name: str, loss: Loss, **settings: Any) -> HistoricalWork:
     model = MODELS[name](6, 3).double()
     model.dropout = 0.4
     method = Historical(num_parts=5, parts_per_batch=2, partition="random", **settings)
-    return method.bind(Job(data=DATA, model=model, module=model, train_ids=DATA.train_ids, task=own_task(loss)))
+    return method.bind(
+        Job(data=DATA, model=model, module=model, examples=Examples(DATA.train_ids), task=own_task(loss))
+    )
 
 
 @pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lipschitz": 0.3}], ids=str)

@@ -17,6 +17,7 @@ from hopline.budget.plan import Place, Plan
 from hopline.contract import Job
 from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
+from hopline.core.examples import Examples
 from hopline.core.tree_layout import TreeSampler
 from hopline.data.placement_settings import Placement
 from hopline.methods.sampled.loader import Loader
@@ -35,7 +36,7 @@ def outline_of(num_nodes: int = 1000, num_edges: int = 8000, **options: Any) -> 
     model = GNN(stack_of("sage-mean", 6, 32, 3)).double()
     step = usual_task(3).loss
     ids = data.splits["train"]
-    job = Job(data=data, model=as_batch_model(model), module=model, train_ids=ids, task=own_task(step))
+    job = Job(data=data, model=as_batch_model(model), module=model, examples=Examples(ids), task=own_task(step))
     return RunOutline(job=job, **options)
 
 

@@ -19,7 +19,9 @@ from torch_geometric.nn import GCNConv, GraphNorm, SAGEConv
 
 from hopline.contract import Job, Method, Unit, Work
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.core.row_handles import Rows
+from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN, as_batch_model
 from hopline.tables import SparseTable, TensorTable
@@ -59,7 +61,9 @@ def job_of(model: nn.Module, **changes: Any) -> Job:
     """A job on the CPU; changes: of its fields."""
     batch_model = as_batch_model(model)
     ids = DATA.splits["train"]
-    return replace(Job(data=DATA, model=batch_model, module=model, train_ids=ids, task=own_task(mean_loss)), **changes)
+    return replace(
+        Job(data=DATA, model=batch_model, module=model, examples=Examples(ids), task=own_task(mean_loss)), **changes
+    )
 
 
 # ---- settings
@@ -201,8 +205,9 @@ def test_leaving_the_loop_early_stops_the_threads() -> None:
 
 
 def test_an_error_while_sampling_names_the_stage() -> None:
-    loader = Sampled(fanouts=(2,), batch_size=30, workers=1).loader(DATA, torch.tensor([1, 2, 1]))
-    with pytest.raises(StageError, match=r"'sample' failed: .*seeds .*distinct"):
+    method = Sampled(fanouts=(2,), batch_size=30, workers=1)
+    loader = Loader(DATA, torch.tensor([1, 2, 99]), method, seed=0, device=torch.device("cpu"), model=None)
+    with pytest.raises(StageError, match=r"'sample' failed: .*not a node"):
         list(loader)
 
 
@@ -288,7 +293,7 @@ def test_a_method_without_bind_cannot_be_made() -> None:
 
 def test_sums_cannot_be_scaled_in_a_model_that_is_not_made_of_layers() -> None:
     model = as_batch_model(SAGEConv(6, 4))
-    job = Job(data=DATA, model=model, module=model, train_ids=torch.arange(5), task=own_task(mean_loss))
+    job = Job(data=DATA, model=model, module=model, examples=Examples(torch.arange(5)), task=own_task(mean_loss))
     with pytest.raises(ValueError, match="scale_sums=true needs a model made of layers"):
         Sampled(fanouts=(3,), scale_sums=True).bind(job)
 

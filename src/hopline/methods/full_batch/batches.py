@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.batch import Batch, each_once
+from hopline.core.examples import ExampleIndex, Examples
 from hopline.core.row_handles import Rows
 from hopline.data.dataset import Dataset
 from hopline.distributed.all_to_all import Channel
@@ -84,7 +85,7 @@ class _OwnShard(NamedTuple):
 
 
 class ShardBatches:
-    """Makes the batches of one rank: all its nodes, with those of `ids` as seeds.
+    """Makes the batches of one rank: all its nodes, with the nodes of `examples` as seeds.
 
     Owns the transport between shards, and the channel between ranks if there are several. The constructor is
     collective: all ranks call it.
@@ -93,7 +94,7 @@ class ShardBatches:
     def __init__(
         self,
         data: Dataset,
-        ids: Tensor,
+        examples: Examples,
         method: FullBatch,
         mode: FetchMode,
         num_layers: int,
@@ -118,16 +119,16 @@ class ShardBatches:
         # Rows of the own nodes in `tables`: a shard's tables hold only these, a dataset's hold all nodes.
         self.rows = torch.arange(shard.ids.numel()) if isinstance(data, ShardedData) else shard.ids
 
-        is_seed = torch.zeros(data.num_nodes, dtype=torch.bool)
-        is_seed[ids.cpu()] = True
-        is_own_seed = is_seed[shard.ids]
-        self.output_idx = is_own_seed.nonzero().view(-1)
-        self.seeds = shard.ids[self.output_idx]
-        self.total = ids.numel()  # seeds of all ranks
+        index = ExampleIndex(examples, data.num_nodes)
+        self.examples = examples
+        self.found = index.find(shard.ids)
+        """This rank's examples."""
+        self.seeds = shard.ids[self.found.seed_idx]
+        self.total = len(examples)  # of all ranks
 
         whole = ShardConvs.of(self.transport.layout, self.transport, mode=mode)
         if method.trim:
-            trimmed = trimmed_convs(whole, is_own_seed, num_layers, device, mode=mode)
+            trimmed = trimmed_convs(whole, index.is_seed[shard.ids], num_layers, device, mode=mode)
             self.blocks = tuple(convs.block() for convs in trimmed)
         else:
             self.blocks = (whole.to(device).block(),) * num_layers
@@ -161,8 +162,10 @@ class ShardBatches:
 
     @property
     def seed_labels(self) -> Tensor | None:
-        """[n, ...]: labels of this rank's seeds, on their own device."""
-        return None if self.y is None else self.y[self.output_idx.to(self.y.device)]
+        """[n, ...]: labels of this rank's examples, on their own device."""
+        if self.examples.y is not None:
+            return self.examples.labels(None, self.found.numbers)
+        return None if self.y is None else self.y[self.found.output_idx.to(self.y.device)]
 
     def batch(self, key: int | None) -> Batch:
         """The batch of all own nodes, on the device. key: that of the step's random draws."""
@@ -186,5 +189,5 @@ class ShardBatches:
             tables=tables,
             key=key,
             total_seeds=self.total,
-            output_idx=self.output_idx.to(device),
+            output_idx=self.found.output_idx.to(device),
         )

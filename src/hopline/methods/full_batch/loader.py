@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from hopline import ops
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
@@ -88,7 +89,7 @@ class FullBatchLoader:
         self.world = world
         self._batches = ShardBatches(
             data=data,
-            ids=ids,
+            examples=Examples(ids),
             method=method,
             mode=mode,
             num_layers=num_layers,

@@ -21,6 +21,7 @@ from hopline.budget.plan import Budget, Item, Outline, Plan, Price
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.budget.probe import LARGE_STEP_BYTES, job_of
 from hopline.core.batch_sizes import Sizes
+from hopline.core.examples import Examples
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.data.dataset import Dataset
@@ -148,7 +149,7 @@ def _parts_within(limit: float, graph: Graph, partition: Partition, layers: Laye
 def _output_bytes(outline: Outline, model: GNN) -> int:
     """The bytes of the outputs of all training nodes: a loss of the user's own needs them at once."""
     width = max(row_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
-    return outline.train_ids.numel() * width * outline.dtype.itemsize
+    return len(outline.job.examples) * width * outline.dtype.itemsize
 
 
 # ---- a step over shards
@@ -185,7 +186,7 @@ def _measured_shards(method: FullBatch, outline: Outline, model: GNN, mode: Fetc
             is_large = predictor.num_seen and predictor.expected_bytes(sizes) > min(limit, LARGE_STEP_BYTES)
             if is_large and predictor.is_sure:
                 return predictor
-            small_job = replace(job, data=data, train_ids=data.splits["train"])
+            small_job = replace(job, data=data, examples=Examples(data.splits["train"]))
             small_method = replace(method, num_shards=min(method.num_shards, count), partition="range")
             work = ShardedWork(small_job, job.model, small_method, mode)
             job.module.zero_grad(set_to_none=True)

@@ -128,12 +128,11 @@ class SweepUnit(Unit):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return self.job.train_ids.numel()
+        return len(self.job.examples)
 
     @property
     def weight(self) -> float:
-        y = self.job.data.y
-        weight = None if y is None else self.job.task.weight(y[self.job.train_ids.to(y.device)])
+        weight = self.job.task.weight(self.job.examples.labels(self.job.data.y))
         return self.size if weight is None else weight
 
     @property
@@ -159,7 +158,7 @@ class ShardedWork(Work):
         self.job = job
         self.batches = ShardBatches(
             data=job.data,
-            ids=job.train_ids,
+            examples=job.examples,
             method=method,
             mode=mode,
             num_layers=model.num_layers,
@@ -200,7 +199,7 @@ class ShardedUnit(Unit):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return self.work.batches.seeds.numel()
+        return self.work.batches.found.output_idx.numel()
 
     @property
     def weight(self) -> float:
@@ -237,7 +236,7 @@ class ShardedUnit(Unit):
         Such a loss need not be a sum over ranks. So every rank gathers the outputs of all ranks, and computes the
         whole loss and its gradient at them. From its own rows of that gradient it runs backward through the model.
 
-        Returns the loss, weighted by this rank's share of the seeds.
+        Returns the loss, weighted by this rank's share of the examples.
         """
         work = self.work
         job = work.job
@@ -262,9 +261,9 @@ class ShardedUnit(Unit):
         return loss.loss_sum * (self.size / work.batches.total)
 
     def _gather_seeds(self, batch: Batch) -> Batch:
-        """The batch for the loss: seeds and labels of all ranks, without edges."""
+        """The batch for the loss: examples of all ranks, without edges."""
         y = None if batch.y is None else self._gather(batch.y)
-        return batch_of_seeds(self.work.job, self._gather(batch.seeds), y, self.key)
+        return batch_of_seeds(self.work.job, self._gather(batch.example_ids), y, self.key)
 
     def _gather(self, rows: Tensor) -> Tensor:
         """The rows of all ranks, one rank after the other, on the device of `rows`. Collective."""

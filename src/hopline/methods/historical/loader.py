@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.contract import Job, KeepRows
 from hopline.core.batch import Batch
+from hopline.core.examples import ExampleIndex, Examples
 from hopline.core.sampler import NodeIds, full_block
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
@@ -102,7 +103,7 @@ class HistoricalLoader(NotCopied):
 
     Args:
         data: The dataset.
-        ids: [n] int64: nodes to train on, each once.
+        ids: [n] int64: nodes to train on. One may come several times.
         method: The settings: parts, groups and tables.
         model: A `GNN` or a PyG model.
         seed: Seed of the partition and, together with the epoch, of every random draw.
@@ -152,7 +153,7 @@ class HistoricalLoader(NotCopied):
                     f"hl.Trainer, or leave out {name}="
                 )
         job: Job = make_job(
-            model, data, train_ids=ids, seed=seed, device=torch.device(device), world=world, say=logger.info
+            model, data, examples=ids, seed=seed, device=torch.device(device), world=world, say=logger.info
         )
         self.data = data
         self.world = job.world
@@ -222,17 +223,17 @@ class HistoricalLoader(NotCopied):
             raise ValueError("loader.reading(...) is for one process: evaluate by hl.infer.exact on the first rank")
         device = self.work.job.device
         y = self.data.y
-        is_seed = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        is_seed[find_seeds(self.data, ids).cpu()] = True
+        index = ExampleIndex(Examples(find_seeds(self.data, ids)), self.data.num_nodes)
         all_groups = self.work.partitioned.parts.own_groups  # of this rank, which is the only one
         for group in all_groups:
             hist_batch = self.work.batch(group, key=None)  # no random draws
             assert hist_batch is not None
-            output_idx = is_seed[hist_batch.nodes].nonzero().view(-1)
+            found = index.find(hist_batch.nodes)
+            output_idx = found.output_idx
             if not output_idx.numel():
                 continue
-            seeds = hist_batch.nodes[output_idx]
-            labels = None if y is None else ops.gather_rows(y, seeds.to(y.device)).to(device)
+            seeds = hist_batch.nodes[found.seed_idx]
+            labels = None if y is None else ops.gather_rows(y, hist_batch.nodes[output_idx].to(y.device)).to(device)
             batch = replace(hist_batch.batch, seeds=seeds.to(device), output_idx=output_idx.to(device), y=labels)
             yield _with_turn(batch, None)
 

@@ -225,8 +225,10 @@ class MicroBatch:
     def batch(self, edges: LayerEdges) -> Batch:
         """The micro-batch as a batch for the loss: its seeds with their labels, and the rows of its sources."""
         whole = self.hist_batch.batch
-        seed_idx = self._seed_idx
-        run_seeds = (seed_idx >= 0).nonzero().view(-1)  # which seeds of the batch are in this micro-batch
+        local_idx = self._local_idx
+        examples = (local_idx >= 0).nonzero().view(-1)  # which examples of the batch are in this micro-batch
+        in_run = edges.block.dst_ids
+        seeds = in_run[torch.zeros_like(in_run, dtype=torch.bool).index_fill_(0, local_idx[examples], True)]
 
         def source_rows(whole_rows: Rows | Tensor) -> Rows | Tensor:
             if isinstance(whole_rows, Rows):
@@ -236,25 +238,25 @@ class MicroBatch:
 
         return replace(
             whole,
-            seeds=whole.seeds[run_seeds],
+            seeds=seeds,
             blocks=(edges.block,) * len(whole.blocks),
             x=None if whole.x is None else source_rows(whole.x),
-            y=None if whole.y is None else whole.y[run_seeds],
+            y=None if whole.y is None else whole.y[examples],
             tables={name: source_rows(rows) for name, rows in whole.tables.items()},
-            output_idx=seed_idx[run_seeds],
+            output_idx=local_idx[examples],
         )
 
     @property
-    def _seed_idx(self) -> Tensor:
-        """[num_seeds] int64: the local id in the micro-batch of each seed of the batch, -1 if it is in another."""
-        seeds = self.hist_batch.batch.output_idx
-        assert seeds is not None
-        is_in_run = (seeds >= self.run.start) & (seeds < self.run.stop)
-        return torch.where(is_in_run, seeds - self.run.start, -1)
+    def _local_idx(self) -> Tensor:
+        """[num_examples] int64: the local id in the micro-batch of each example's node, -1 if it is in another."""
+        nodes = self.hist_batch.batch.output_idx
+        assert nodes is not None
+        is_in_run = (nodes >= self.run.start) & (nodes < self.run.stop)
+        return torch.where(is_in_run, nodes - self.run.start, -1)
 
     @property
     def has_seeds(self) -> bool:
-        return bool((self._seed_idx >= 0).any())
+        return bool((self._local_idx >= 0).any())
 
 
 # ---- a batch, layer by layer over its micro-batches
@@ -434,7 +436,7 @@ class MicroBatches(BatchPlan):
             num_bytes += num_own * (last + 2 * max(hidden, default=0))
         # A loss of the user's own needs the outputs of all seeds at once.
         if not self.work.job.task.is_mean:
-            num_bytes += LOSS_COPIES * last * self.hist_batch.batch.num_seeds
+            num_bytes += LOSS_COPIES * last * self.hist_batch.batch.num_examples
         return num_bytes + MAP_BYTES_PER_NODE * self.hist_batch.block.num_src + self.guard.overhead_bytes()
 
     @property
@@ -495,8 +497,8 @@ class MicroBatches(BatchPlan):
         # engine wants it per layer and node.
         penalty = self.work.method.lipschitz * weight / (total * num_own * max(1, self.last))
 
-        def whole_batch(seeds: Tensor, labels: Tensor | None) -> Batch:
-            # It has these seeds and labels already.
+        def whole_batch(nodes: Tensor, labels: Tensor | None) -> Batch:
+            # It has these examples and labels already.
             return self.hist_batch.batch
 
         objective = make_sweep_loss(self.work.job, 1 / total, self.key, whole_batch)

@@ -40,17 +40,17 @@ class HistoricalUnit(Unit):
     An epoch is a sequence of turns, and each rank trains at most one batch per turn. None: no batch at this turn.
     """
     total: float | None = None
-    """The number of seeds that the batches of all ranks at this turn count as.
+    """The number of examples that the batches of all ranks at this turn count as.
 
-    With `compensate`, each batch counts as an equal share of all seeds (`HistoricalWork.units`). Otherwise, it is
-    the number of seeds in the batches. None: the Trainer sums `size` over the ranks.
+    With `compensate`, each batch counts as an equal share of all examples (`HistoricalWork.units`). Otherwise, it is
+    the number of examples in the batches. None: the Trainer sums `size` over the ranks.
     """
     row_gradients: dict[int, Tensor] = field(default_factory=dict)
     """By layer: gradients of the summed loss at the batch's own rows, to be pushed. Empty without compensation."""
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        return 0 if self.hist_batch is None else self.hist_batch.batch.num_seeds
+        return 0 if self.hist_batch is None else self.hist_batch.batch.num_examples
 
     @property
     def weight(self) -> float:

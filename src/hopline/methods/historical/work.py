@@ -142,7 +142,7 @@ class HistoricalWork(Work):
         num_units = 0  # units of the turns so far, this one included
         self.drift.begin_epoch()
         for step, turn in enumerate(self.groups.turns_of(epoch)):
-            total: float = sum(self._num_seeds(group) for group in turn)
+            total: float = sum(self._num_examples(group) for group in turn)
             has_gradient = self.method.compensate or total > 0
             if has_gradient:
                 num_units += 1
@@ -151,10 +151,10 @@ class HistoricalWork(Work):
             if is_done:
                 continue  # trained and pushed before the run was interrupted
             if self.method.compensate:
-                # With compensation a batch gives its part of the full gradient, however many seeds it has. So every
-                # batch stands for an equal share of the seeds.
+                # With compensation a batch gives its part of the full gradient, however many examples it has. So every
+                # batch stands for an equal share of the examples.
                 num_batches = sum(group != () for group in turn)
-                total = num_batches * self.job.train_ids.numel() / self.groups.num_groups
+                total = num_batches * len(self.job.examples) / self.groups.num_groups
             with trace.span("sample"):
                 hist_batch = self.batch(turn[rank], ops.derive_key(epoch_key, step * len(turn) + rank))
             unit = self.unit(hist_batch, total)
@@ -170,7 +170,7 @@ class HistoricalWork(Work):
         turns = self.groups.turns_of(epoch)
         if self.method.compensate:
             return len(turns)
-        return len([turn for turn in turns if any(map(self._num_seeds, turn))])
+        return len([turn for turn in turns if any(map(self._num_examples, turn))])
 
     def _begin(self) -> None:
         """Begin a run with empty tables: those of a run before hold rows of other weights."""
@@ -185,13 +185,13 @@ class HistoricalWork(Work):
         unit_class = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
         return unit_class(self, hist_batch, total)
 
-    def _num_seeds(self, group: Group) -> int:
-        return int(self._seeds_of_parts[list(group)].sum())
+    def _num_examples(self, group: Group) -> int:
+        return int(self._examples_of_parts[list(group)].sum())
 
     @cached_property
-    def _seeds_of_parts(self) -> Tensor:
+    def _examples_of_parts(self) -> Tensor:
         partition = self.partitioned.partition
-        return torch.bincount(partition.part_of[self.partitioned.batches.is_training], minlength=partition.num_parts)
+        return torch.bincount(partition.part_of[self.job.examples.nodes.cpu()], minlength=partition.num_parts)
 
     def batch(self, group: Group, key: int | None) -> HistoricalBatch | None:
         """A group's nodes with all their in-edges, or None for an empty group. See `HistoricalBatches.make`."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from hopline import ops
 from hopline.contract import Job
 from hopline.core.batch import Batch, Block
+from hopline.core.examples import ExampleIndex
 from hopline.core.row_handles import Rows
 from hopline.device import pinned
 from hopline.methods.partitioned.parts import Group, Parts
@@ -38,9 +38,7 @@ class PartBatches:
         self.device = job.device
         self.data = job.data
         self.mover = Mover(self.device, LOOK_AHEAD)
-        # [num_nodes] bool on the host: which nodes are seeds.
-        self.is_training = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        self.is_training[job.train_ids.cpu()] = True
+        self.index = ExampleIndex(job.examples, self.data.num_nodes)
         graph = parts.graph
         # Convs read degrees on the batch's device, which therefore gets a copy of `indptr`. Edges stay on the host.
         indptr = graph.indptr.to(self.device)
@@ -78,15 +76,18 @@ class PartBatches:
         has features and other tables.
         """
         data = self.data
-        output_idx = self.is_training[nodes].nonzero().view(-1)
-        seeds = nodes[output_idx]
+        found = self.index.find(nodes)
+        seeds = nodes[found.seed_idx]
+        examples = self.index.examples
         handles = {}
         if inputs:
             handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()}
         y = None
+        if examples.y is not None:
+            y = examples.labels(None, found.numbers).cpu()
         # Labels on a GPU are read after the move, by `to_device`.
-        if data.y is not None and data.y.device == seeds.device:
-            y = ops.gather_rows(data.y, seeds)
+        elif data.y is not None and data.y.device == seeds.device:
+            y = ops.gather_rows(data.y, nodes[found.output_idx])
         batch = Batch(
             seeds=seeds,
             blocks=(block,) * self.num_layers,
@@ -94,8 +95,8 @@ class PartBatches:
             y=y,
             tables=handles,
             key=key,
-            total_seeds=seeds.numel(),
-            output_idx=output_idx,
+            total_seeds=found.output_idx.numel(),
+            output_idx=found.output_idx,
         )
         return self.to_device(batch)
 
@@ -124,7 +125,7 @@ class PartBatches:
             x = Rows(handles["x"].table, moved.input_ids)
         y = moved.y
         if y is None and self.data.y is not None:
-            y = ops.gather_rows(self.data.y, moved.seeds)
+            y = ops.gather_rows(self.data.y, moved.example_ids)
         return replace(moved, x=x, y=y, tables=tables)
 
     def inputs_of(self, ids: Tensor) -> Rows | Tensor:

@@ -227,7 +227,7 @@ class _LayerProbe:
         block = replace(full_block(partitioned.parts.sampler, nodes), key=self.plan.key, graph=batches.graph)
         y = None
         if data.y is not None:
-            label = data.y[partitioned.job.train_ids[:1].to(data.y.device)]
+            label = partitioned.job.examples.labels(data.y, torch.zeros(1, dtype=torch.int64))
             y = label.expand(nodes.numel(), *data.y.shape[1:]).contiguous()
         batch = batches.to_device(
             Batch(

@@ -10,11 +10,9 @@ from hopline.data.nodes import select_nodes
 
 
 def find_seeds(data: Dataset, ids: NodeIds | str) -> Tensor:
-    """[n] int64: the seeds that a loader was asked for, each once. ids: the name of a split, or node ids."""
+    """[n] int64: the seeds of a loader; one may come several times. ids: the name of a split, or node ids."""
     expect_dataset(data, "a loader")
     seeds = select_nodes(data, ids)
     if seeds.numel() == 0:
         raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
-    if seeds.unique().numel() < seeds.numel():
-        raise ValueError("the seeds must be distinct: pass each node id once, for example ids.unique()")
     return seeds

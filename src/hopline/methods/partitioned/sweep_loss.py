@@ -13,7 +13,7 @@ seeds, without gradients. One call of the training step turns them into the loss
 
     outputs = model at the seeds of each piece        no gradients kept
     loss    = train_step(model, all seeds)            the model answers with `outputs`, a leaf
-    g       = d loss / d outputs                      small: a row per seed
+    g       = d loss / d outputs                      small: a row per example
 
 The second time computes the outputs with autograd, piece by piece, and starts the backward pass from
 sum(outputs * g). Since g is a constant, the gradient of this sum at the outputs is g, the same as that of the loss.
@@ -39,27 +39,27 @@ if TYPE_CHECKING:
     from hopline.contract import Job
 
 WholeBatch: TypeAlias = "Callable[[Tensor, Tensor | None], Batch]"
-"""(seeds, labels) -> the batch that a training step is called with, for the loss over all seeds."""
+"""(nodes of the examples, their labels) -> the batch that a training step is called with, for the loss over all."""
 
 
 def make_sweep_loss(job: Job, scale: float, key: int | None, whole_batch: WholeBatch | None = None) -> SweepLoss:
     """The loss of a training step over pieces, as an `Objective` of the layer-wise engine.
 
-    scale: the factor of the gradients. With 1 they are those of the loss summed over the seeds, with
-        1 / (seeds of the step) those of the mean.
+    scale: the factor of the gradients. With 1 they are those of the loss summed over the examples, with
+        1 / (examples of the step) those of the mean.
     key: that of the step's random draws, for the default batch of a loss of the user's own.
     whole_batch: makes the batch for a loss of the user's own. By default that batch has the seeds, their labels and
         rows, but no edges.
     """
     if job.task.is_mean:
         return SummedLoss(job, scale)
-    return JointLoss(job, scale, whole_batch or (lambda seeds, y: batch_of_seeds(job, seeds, y, key)))
+    return JointLoss(job, scale, whole_batch or (lambda nodes, y: batch_of_seeds(job, nodes, y, key)))
 
 
 class SweepLoss(ABC):
     """The loss over the pieces of a backward pass: an `Objective` of the layer-wise engine.
 
-    It belongs to one backward pass. `loss_sum` is a scalar on the job's device: the loss summed over the seeds,
+    It belongs to one backward pass. `loss_sum` is a scalar on the job's device: the loss summed over the examples,
     without `scale`. It is complete after the last piece.
     """
 
@@ -76,7 +76,7 @@ class SweepLoss(ABC):
     def __call__(self, batch: Batch, outputs: Tensor) -> Tensor:
         """A scalar whose gradient at `outputs` is that of the summed loss, times `scale`.
 
-        batch: the seeds and labels of the piece. outputs: [num_seeds, ...], the model's outputs at these seeds.
+        batch: the examples of the piece. outputs: [num_examples, ...], the model's outputs at them.
         """
 
 
@@ -106,35 +106,36 @@ class JointLoss(SweepLoss):
         super().__init__(job, scale)
         self.whole_batch = whole_batch
         self._output_gradients: Iterator[Tensor] = iter(())
-        """Per piece with seeds, in order: [num_seeds, ...], the scaled gradient of the loss at its outputs."""
+        """Per piece with seeds, in order: [num_examples, ...], the scaled gradient of the loss at its outputs."""
 
     def begin(self, layers: Layers[Any]) -> None:
-        piece_seeds: list[Tensor] = []
+        piece_nodes: list[Tensor] = []
         piece_labels: list[Tensor] = []
         piece_outputs: list[Tensor] = []
         for batch, outputs in layers.outputs_at_seeds():
-            piece_seeds.append(batch.seeds)
+            piece_nodes.append(batch.example_ids)
             piece_outputs.append(outputs)
             if batch.y is not None:
                 piece_labels.append(batch.y)
-        if not piece_seeds:
+        if not piece_nodes:
             return
-        seeds = torch.cat(piece_seeds)
-        whole = self.whole_batch(seeds, torch.cat(piece_labels) if piece_labels else None)
-        self._output_gradients = iter(self._differentiate(whole, seeds, piece_outputs))
+        nodes = torch.cat(piece_nodes)
+        whole = self.whole_batch(nodes, torch.cat(piece_labels) if piece_labels else None)
+        self._output_gradients = iter(self._differentiate(whole, nodes, piece_outputs))
 
-    def _differentiate(self, whole: Batch, seeds: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def _differentiate(self, whole: Batch, nodes: Tensor, outputs: list[Tensor]) -> tuple[Tensor, ...]:
         """Per piece: the gradient of the summed loss at its outputs, times `scale`.
 
         Also adds the loss to `loss_sum`, and the gradients at parameters that the loss reads directly to their `.grad`.
 
-        whole: the batch for the training step, whose seeds may be in another order. seeds: those of all pieces, one
-        piece after the other. outputs: by piece.
+        whole: the batch for the training step, whose examples may be in another order. nodes: those of the examples of
+        all pieces, one piece after the other. outputs: by piece.
         """
-        # order[i]: the position in `seeds` of the node whole.seeds[i]. Both hold the same nodes, each once, so the k-th
-        # smallest of one is the k-th smallest of the other. The argsort of an argsort gives each seed's k.
-        sorted_idx = whole.seeds.argsort().argsort()
-        order = seeds.argsort()[sorted_idx]
+        # order[i]: the position in `nodes` of the i-th example of `whole`. Both hold the same examples, so the k-th
+        # smallest of one is the k-th smallest of the other. The argsort of an argsort gives each example's k. Those of
+        # one node are in the order of their numbers in both, which a stable sort keeps.
+        sorted_idx = whole.example_ids.argsort(stable=True).argsort()
+        order = nodes.argsort(stable=True)[sorted_idx]
         loss = loss_at_outputs(self.job, whole, torch.cat(outputs)[order], self.scale)
         # A weight penalty, for example, reads parameters directly. No piece's backward pass reaches these gradients.
         loss.add_to_parameters()

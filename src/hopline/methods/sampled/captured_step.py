@@ -61,7 +61,7 @@ class DeviceBatches:
         assert isinstance(loader.neighbor_sampler, TreeSampler)
         self.sampler = loader.neighbor_sampler
         device = loader.device
-        self.ids = loader.ids.to(device)
+        self.ids = loader.examples.nodes.to(device)
         self.order = torch.empty_like(self.ids)
         """[num_ids] int64: seeds in the order of the epoch. Changed in place only: graphs hold its address."""
         self.state = torch.zeros(3, dtype=torch.int64, device=device)
@@ -165,7 +165,7 @@ class CapturedWork(Work):
         loader = self.loader
         size = loader.method.batch_size
         per_step = size * loader.size  # seeds of all ranks
-        num_full, num_remaining = divmod(loader.ids.numel() - examples, per_step)
+        num_full, num_remaining = divmod(len(loader.examples) - examples, per_step)
         self.batches.start(epoch, done, examples)
 
         # A graph computes gradients of the parameters that were trained when it was captured, and of no

@@ -22,6 +22,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.contract import WorkDescription
 from hopline.core.batch import Batch
+from hopline.core.examples import Examples
 from hopline.core.sampler import NodeIds, as_node_ids
 from hopline.core.seed_order import SeedOrder, share_of
 from hopline.data.fingerprint import ids_fact
@@ -49,10 +50,10 @@ LOOK_AHEAD = 2
 class _Request:
     """One step: the input of the pipeline."""
 
-    seeds: Tensor
-    """[n] int64: positions of this rank's seeds."""
+    numbers: Tensor
+    """[n] int64: this rank's examples."""
     total: int
-    """The number of seeds of all ranks."""
+    """The number of examples of all ranks."""
     key: int
     """Key of the step's random draws."""
 
@@ -69,7 +70,8 @@ class CollectiveLoader:
 
     Args:
         shard: The shard of this rank.
-        ids: The name of a split, or [n] int64 node ids, the same on every rank.
+        ids: The name of a split, [n] int64 node ids or `Examples`, the same on every rank. A node may come several
+            times.
         method: The settings, with `fanouts` as numbers.
         seed: Seed of every random draw, together with the epoch.
         device: The device of the batches.
@@ -95,7 +97,7 @@ class CollectiveLoader:
     def __init__(
         self,
         shard: Shard,
-        ids: NodeIds | str,
+        ids: NodeIds | Examples | str,
         method: Sampled,
         seed: int = 0,
         device: torch.device | str = "cpu",
@@ -115,17 +117,20 @@ class CollectiveLoader:
             shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
         )
         self.tables = _choose_tables(shard.tables, tables)
-        ids = ids if isinstance(ids, str) else as_node_ids(ids, shard.num_nodes)
+        own_y = ids.y if isinstance(ids, Examples) else None
+        if not isinstance(ids, str):
+            ids = as_node_ids(ids.nodes if isinstance(ids, Examples) else ids, shard.num_nodes)
         # Ranks that differ would wait for messages that never come, so they compare what they were given. The
         # cut of the dataset was compared by the sampler.
         settings = {"method": to_dict(method), "seed": seed, "tables": list(self.tables)}
         seeds = Fact(f"the split {ids!r}") if isinstance(ids, str) else ids_fact(ids)
         check_same(self.channel, settings_facts(settings) | {"the seeds": seeds})
-        self.positions = self._find_positions(ids)
-        if self.positions.numel() == 0:
+        # Nodes are known by their positions, over all shards.
+        self.examples = Examples(self._find_positions(ids), own_y)
+        if not len(self.examples):
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self._order = SeedOrder(
-            ids=self.positions,
+            num_examples=len(self.examples),
             per_step=method.batch_size * self.channel.size,
             shuffle=method.shuffle,
             drop_last=method.drop_last,
@@ -160,10 +165,10 @@ class CollectiveLoader:
         self._next_epoch += 1
         return self.epoch(epoch)
 
-    def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
+    def epoch(self, epoch: int, done: int = 0, examples_done: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, counted from 1. Every rank must take the same number of them.
 
-        done: the number of batches to leave out at the beginning. seeds_done: the number of their seeds,
+        done: the number of batches to leave out at the beginning. examples_done: the number of their examples,
         over all ranks.
         """
         look_ahead = LOOK_AHEAD if self.method.look_ahead == "auto" else self.method.look_ahead
@@ -173,7 +178,7 @@ class CollectiveLoader:
         # in_step: one thread at most, whatever `workers` says, makes the collective calls in order. And
         # batches that were begun are finished, since other ranks wait for this one.
         pipeline = Pipeline(stages, workers=workers, look_ahead=look_ahead, in_step=True)
-        with closing(pipeline.run(self._requests(epoch, done, seeds_done))) as batches:
+        with closing(pipeline.run(self._requests(epoch, done, examples_done))) as batches:
             for batch in batches:
                 yield mover.ready(batch)
 
@@ -181,23 +186,29 @@ class CollectiveLoader:
         """Describes how batches are prepared: by one thread, or if `workers` is 0 by the training thread."""
         return WorkDescription(workers=int(self.method.workers != 0), is_sampled=True)
 
-    def _requests(self, epoch: int, done: int, seeds_done: int) -> Iterator[_Request]:
+    def _requests(self, epoch: int, done: int, examples_done: int) -> Iterator[_Request]:
         """The steps of an epoch, as this rank samples them. The arguments are those of `epoch`."""
-        for positions, key in self._order.steps(ops.derive_key(self.seed, epoch), done, seeds_done):
+        for numbers, key in self._order.steps(ops.derive_key(self.seed, epoch), done, examples_done):
             # Sorted by position, a rank's share is mostly its own nodes, if the shards have equally many
             # seeds.
-            in_order = positions.sort().values if self.method.shuffle else positions
-            share = share_of(in_order, self.channel.rank, self.channel.size)
-            yield _Request(share, positions.numel(), key)
+            if self.method.shuffle:
+                numbers = numbers[self.examples.nodes[numbers].argsort(stable=True)]
+            share = share_of(numbers, self.channel.rank, self.channel.size)
+            yield _Request(share, numbers.numel(), key)
 
     def _prepare(self, request: _Request) -> Batch:
         """Sample the blocks of a step, and fetch the rows of their nodes. Collective."""
-        blocks, input_request, seed_request = self.neighbor_sampler.sample(request.seeds, request.key)
+        examples = self.examples
+        seeds, output_idx = examples.distinct(examples.nodes[request.numbers])
+        blocks, input_request, seed_request = self.neighbor_sampler.sample(seeds, request.key)
         if self.method.scale_sums:
             blocks = tuple(block.with_scale_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))
         rows = {name: fetch_dense(input_request, table) for name, table in self.tables.items()}
-        labels = None if self.shard.y is None else fetch_dense(seed_request, self.shard.y)
+        labels = examples.labels(None, request.numbers)
+        if labels is None and self.shard.y is not None:
+            labels = fetch_dense(seed_request, self.shard.y)
+            labels = labels if output_idx is None else labels[output_idx]
         return Batch(
             seeds=blocks[-1].dst_ids,
             blocks=blocks,
@@ -206,6 +217,7 @@ class CollectiveLoader:
             tables=rows,
             key=request.key,
             total_seeds=request.total,
+            output_idx=output_idx,
         )
 
 

@@ -34,13 +34,14 @@ from torch import Tensor
 from hopline import ops
 from hopline.contract import WorkDescription
 from hopline.core.batch import Batch, Block
+from hopline.core.examples import Examples, as_examples
 from hopline.core.row_handles import Readable, Rows
 from hopline.core.sampler import NeighborSampler
 from hopline.core.tree_layout import TreeSampler
 from hopline.data.dataset import Dataset
 from hopline.device.out_of_memory import free_memory
 from hopline.distributed.world import World
-from hopline.methods.sampled.seed_loader import RankSeeds, SeedLoader, check_names
+from hopline.methods.sampled.seed_loader import RankExamples, SeedLoader, check_names
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.ops import Slots
@@ -74,7 +75,7 @@ class Loader(SeedLoader):
 
     Args:
         data: The dataset.
-        ids: [n] int64: the seeds, each once.
+        ids: [n] int64: the seeds, or `Examples`. A node may come several times.
         method: The settings, with `fanouts` as numbers.
         seed: Seed of every random draw, together with the epoch.
         device: The device of the batches.
@@ -106,7 +107,7 @@ class Loader(SeedLoader):
     def __init__(
         self,
         data: Dataset,
-        ids: Tensor,
+        ids: Tensor | Examples,
         method: Sampled,
         seed: int,
         device: torch.device,
@@ -120,10 +121,11 @@ class Loader(SeedLoader):
         **dataloader_arguments: Any,
     ) -> None:
         check_names(dataloader_arguments)
-        if ids.numel() == 0:
+        examples = as_examples(ids)
+        if not len(examples):
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self.data = data
-        self.ids = ids
+        self.examples = examples
         self.method = method
         self.device = device
         self.model = model
@@ -149,7 +151,7 @@ class Loader(SeedLoader):
         """`Pipeline.stage_s` of the last epoch. Empty if it did not run to its end, or had no threads."""
         has_batch_sampler = batch_sampler is not None
         super().__init__(
-            ids,
+            len(examples),
             batch_size=1 if has_batch_sampler else method.batch_size,
             shuffle=method.shuffle and sampler is None and not has_batch_sampler,
             drop_last=method.drop_last and not has_batch_sampler,
@@ -166,7 +168,7 @@ class Loader(SeedLoader):
         """A loader of the same batches for a budget's guard. The arguments are those of `Loader`."""
         return Loader(
             data=self.data,
-            ids=self.ids,
+            ids=self.examples,
             method=self.method,
             seed=self.seed,
             device=self.device,
@@ -176,15 +178,15 @@ class Loader(SeedLoader):
             batches_on_host=batches_on_host,
         )
 
-    def epoch(self, epoch: int, done: int = 0, seeds_done: int = 0) -> Generator[Batch, None, None]:
+    def epoch(self, epoch: int, done: int = 0, examples_done: int = 0) -> Generator[Batch, None, None]:
         """The batches of one epoch, counted from 1.
 
-        done: the number of batches to leave out at the beginning. seeds_done: the number of their seeds,
+        done: the number of batches to leave out at the beginning. examples_done: the number of their examples,
         over all ranks. Both are needed, because these batches may have had another size.
         """
-        return self._batches(self._shared_steps(self._order.steps(self.epoch_key(epoch), done, seeds_done)))
+        return self._batches(self._shared_steps(self._order.steps(self.epoch_key(epoch), done, examples_done)))
 
-    def _batches(self, steps: Iterator[RankSeeds]) -> Generator[Batch, None, None]:
+    def _batches(self, steps: Iterator[RankExamples]) -> Generator[Batch, None, None]:
         self.prepare_s = {}
         workers, look_ahead = self.threads
         mover = None if self._stays_on_host else Mover(self.device, look_ahead)
@@ -201,7 +203,7 @@ class Loader(SeedLoader):
                 yield batch if mover is None else self._finish_move(mover, batch)
         self.prepare_s = pipeline.stage_s
 
-    def _batch(self, step: RankSeeds) -> Batch:
+    def _batch(self, step: RankExamples) -> Batch:
         return self._add_rows_on_gpu(self._gather(self._sample(step)).to(self.device))
 
     @property
@@ -243,9 +245,14 @@ class Loader(SeedLoader):
             prepare_s=self.prepare_s,
         )
 
-    def _sample(self, step: RankSeeds) -> Batch:
+    def _sample(self, step: RankExamples) -> Batch:
         """The step's seeds with sampled blocks, still without rows. The pipeline's first stage."""
-        seeds = step.seeds.to(self.device) if self.on_gpu else step.seeds
+        examples = self.examples
+        seeds, output_idx = examples.nodes[step.numbers], None
+        if self.on_gpu:
+            seeds = seeds.to(self.device)
+        if not isinstance(self.neighbor_sampler, TreeSampler):  # every slot of a tree is a seed of its own
+            seeds, output_idx = examples.distinct(seeds)
         if isinstance(self.neighbor_sampler, TreeSampler):
             # Trees are drawn by slot, and slots are numbered over the seeds of all ranks.
             blocks: tuple[Block, ...] = self.neighbor_sampler.sample(seeds, step.key, step.first)
@@ -256,7 +263,8 @@ class Loader(SeedLoader):
         if not self.on_gpu:  # counting the edges of a tree would synchronise with the GPU
             trace.count("edges.sampled", sum(block.num_edges for block in blocks))
 
-        return Batch(seeds, blocks, x=None, y=None, key=step.key, total_seeds=step.total)
+        y = None if examples.y is None else examples.labels(None, step.numbers)
+        return Batch(seeds, blocks, x=None, y=y, key=step.key, total_seeds=step.total, output_idx=output_idx)
 
     def _gather(self, batch: Batch) -> Batch:
         """The batch with labels, and with rows or handles to them. The second stage."""
@@ -271,7 +279,8 @@ class Loader(SeedLoader):
         elif isinstance(x, Rows):
             x = x.read() if self._reads_at_ids(x.table) else x.table.read(x.ids.cpu())
             trace.count("bytes.gathered", x.numel() * x.element_size())
-        return replace(batch, x=x, y=self.labels(batch.seeds), tables=handles)
+        y = self.labels(batch.example_ids) if batch.y is None else batch.y
+        return replace(batch, x=x, y=y, tables=handles)
 
     def _add_rows_on_gpu(self, batch: Batch) -> Batch:
         """The batch after its move, with rows that the GPU reads.
@@ -290,13 +299,10 @@ class Loader(SeedLoader):
             free_memory(self.device)
             return replace(batch, x=x.read())
 
-    def labels(self, seeds: Tensor) -> Tensor | None:
-        """[num_seeds, ...]: labels of the seeds, on the device of the dataset's labels.
-
-        None without labels.
-        """
+    def labels(self, nodes: Tensor) -> Tensor | None:
+        """[n, ...]: the dataset's labels of nodes, on their own device; None without labels."""
         y = self.data.y
-        return None if y is None else ops.gather_rows(y, seeds.to(y.device))
+        return None if y is None else ops.gather_rows(y, nodes.to(y.device))
 
     def _reads_at_ids(self, table: Readable) -> bool:
         """Whether a table can be read by ids on the device that samples.

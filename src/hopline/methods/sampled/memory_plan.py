@@ -195,8 +195,8 @@ class SampledForms:
 
     @property
     def _num_seeds(self) -> int:
-        """The number of training nodes."""
-        return self.outline.train_ids.numel()
+        """The number of examples."""
+        return len(self.outline.job.examples)
 
     @cached_property
     def _largest_seed_sizes(self) -> Sizes:
@@ -206,7 +206,7 @@ class SampledForms:
             self.outline.data.graph,
             self.outline.train_ids,
             with_replacement=self.method.replace,
-        )
+        ).with_outputs(self.outline.job.examples.max_per_seed)
 
     @cached_property
     def _largest_batch(self) -> Batch:
@@ -346,7 +346,7 @@ def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator
     """
     loader = Loader(
         data=outline.data,
-        ids=outline.train_ids,
+        ids=outline.job.examples,
         method=replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False),
         seed=outline.job.seed,
         device=outline.device,

@@ -36,7 +36,7 @@ from hopline.data.formats.pyg import split_masks
 from hopline.device.meter import find_device, with_index
 from hopline.distributed.agreement import check_same
 from hopline.distributed.world import World
-from hopline.methods.sampled.seed_loader import RankSeeds, SeedLoader
+from hopline.methods.sampled.seed_loader import RankExamples, SeedLoader
 from hopline.methods.sampled.settings import Sampled
 from hopline.pipeline.stages import Pipeline, Stage
 from hopline.pipeline.transfer import Mover
@@ -173,7 +173,7 @@ class NeighborLoader(SeedLoader):
         )
         self._neighbor_sampler = NeighborSampler(graph, self.num_neighbors, replace=replace, repeats=True)
         super().__init__(
-            torch.arange(seeds.ids.numel()),
+            seeds.ids.numel(),
             batch_size=batch_size,
             shuffle=shuffle,
             drop_last=drop_last,
@@ -198,7 +198,7 @@ class NeighborLoader(SeedLoader):
     def __repr__(self) -> str:
         return f"NeighborLoader({len(self.dataset):,} seeds, {self.num_neighbors}, batch_size={self.batch_size})"
 
-    def _batches(self, steps: Iterator[RankSeeds]) -> Iterator[Data]:
+    def _batches(self, steps: Iterator[RankExamples]) -> Iterator[Data]:
         workers, look_ahead = self.threads
         builder = _BatchBuilder(self._columns(), self._edges, self.device)
         mover = Mover(self.device, look_ahead)
@@ -210,14 +210,14 @@ class NeighborLoader(SeedLoader):
                 batch = builder.finish(mover.ready(moved))
                 yield batch if self.transform is None else self.transform(batch)
 
-    def _batch(self, step: RankSeeds) -> Data:
+    def _batch(self, step: RankExamples) -> Data:
         builder = _BatchBuilder(self._columns(), self._edges, self.device)
         batch = builder.finish(builder.gather(self._sample(step)).to(self.device))
         return batch if self.transform is None else self.transform(batch)
 
-    def _sample(self, step: RankSeeds) -> _Sample:
+    def _sample(self, step: RankExamples) -> _Sample:
         """The sample around the seeds of a batch. The pipeline's first stage."""
-        positions = step.seeds  # among the seeds of the loader
+        positions = step.numbers  # among the seeds of the loader
         input_id = positions if self._input_ids is None else self._input_ids[positions]
         seeds = self._seeds[positions.to(self._seeds.device)]
         return _Sample(input_id, self._neighbor_sampler.sample_subgraph(seeds, step.key))

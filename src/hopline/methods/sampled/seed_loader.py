@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hopline import ops
-from hopline.core.seed_order import SeedOrder, StepSeeds, share_of
+from hopline.core.seed_order import SeedOrder, StepExamples, share_of
 from hopline.distributed.world import World
 from hopline.pipeline.stages import resolve_threads
 from hopline.util.log import logger
@@ -38,17 +38,17 @@ ONE_BY_ONE = 0
 """In the place of the epoch, in keys of batches that `collate_fn` makes: epochs are counted from 1."""
 
 
-class RankSeeds(NamedTuple):
-    """One rank's seeds of a step."""
+class RankExamples(NamedTuple):
+    """One rank's examples of a step."""
 
-    seeds: Tensor
-    """[n] int64"""
+    numbers: Tensor
+    """[n] int64: which of the loader's examples."""
     key: int
     """Key of the step's random draws, the same on all ranks."""
     first: int
-    """Position of the first of them among the seeds of all ranks."""
+    """Position of the first of them among the examples of all ranks."""
     total: int | None
-    """Number of seeds over all ranks. None if the loader does not know of other ranks."""
+    """Number of examples over all ranks. None if the loader does not know of other ranks."""
 
 
 class SeedLoader(DataLoader):
@@ -57,17 +57,17 @@ class SeedLoader(DataLoader):
     A subclass sets its own attributes first, and calls `__init__` of this class last.
 
     Args:
-        ids: [n] int64: the seeds, each once.
+        num_examples: The number of seeds, of which one may come several times.
         batch_size: Seeds per batch and rank.
-        shuffle: Whether the seeds have a new order in each epoch.
+        shuffle: Whether they have a new order in each epoch.
         drop_last: Whether to leave out the last batch of an epoch if it is not full.
         seed: Seed of every random draw, together with the epoch. None: torch's default generator decides.
         num_workers: Threads that prepare batches. 0: the thread that iterates does.
         look_ahead: Batches prepared before they are needed.
         on_gpu: Whether a GPU samples. Then there are no threads.
         world: The ranks that share the seeds of each step. None: all seeds are this rank's.
-        sampler: Positions in `ids`, in their order, as of `torch.utils.data.DistributedSampler`.
-        batch_sampler: Lists of such positions, in place of `sampler` and `batch_size`.
+        sampler: Their numbers, in an order, as of `torch.utils.data.DistributedSampler`.
+        batch_sampler: Lists of such numbers, in place of `sampler` and `batch_size`.
 
     Raises:
         ValueError: Both a world and a sampler are given, or arguments that torch refuses together.
@@ -78,7 +78,7 @@ class SeedLoader(DataLoader):
 
     def __init__(
         self,
-        ids: Tensor,
+        num_examples: int,
         *,
         batch_size: int,
         shuffle: bool | None,
@@ -109,16 +109,18 @@ class SeedLoader(DataLoader):
         self.num_cores = ranks.num_cores
         self.threads = (0, 1) if on_gpu else resolve_threads(num_workers, look_ahead, self.num_cores)
         """(threads that prepare batches, batches that they may be ahead). A GPU works in order, without threads."""
-        self._order = SeedOrder(ids=ids, per_step=batch_size * self.size, shuffle=bool(shuffle), drop_last=drop_last)
+        self._order = SeedOrder(
+            num_examples=num_examples, per_step=batch_size * self.size, shuffle=bool(shuffle), drop_last=drop_last
+        )
         self._num_epochs = 0
         self._num_collated = 0
         self._collate_key: int | None = None
 
         super().__init__(
-            range(ids.numel()),  # type: ignore[arg-type]
+            range(num_examples),  # type: ignore[arg-type]
             batch_size=batch_size,
             # Torch's random sampler refuses an empty dataset.
-            shuffle=shuffle and ids.numel() > 0,
+            shuffle=shuffle and num_examples > 0,
             sampler=sampler,  # type: ignore[arg-type]
             batch_sampler=batch_sampler,  # type: ignore[arg-type]
             drop_last=drop_last,
@@ -167,31 +169,31 @@ class SeedLoader(DataLoader):
         return int(drawn)
 
     @abstractmethod
-    def _batches(self, steps: Iterator[RankSeeds]) -> Iterator[Any]:
+    def _batches(self, steps: Iterator[RankExamples]) -> Iterator[Any]:
         """The batches of some steps, prefetched by threads."""
 
     @abstractmethod
-    def _batch(self, step: RankSeeds) -> Any:
+    def _batch(self, step: RankExamples) -> Any:
         """The batch of one step, made in the caller's thread."""
 
-    def _shared_steps(self, steps: Iterable[StepSeeds]) -> Iterator[RankSeeds]:
+    def _shared_steps(self, steps: Iterable[StepExamples]) -> Iterator[RankExamples]:
         """This rank's share of each step."""
-        for seeds, key in steps:
-            first = seeds.numel() * self.rank // self.size
-            total = None if self.world is None else seeds.numel()
-            yield RankSeeds(share_of(seeds, self.rank, self.size), key, first, total)
+        for numbers, key in steps:
+            first = numbers.numel() * self.rank // self.size
+            total = None if self.world is None else numbers.numel()
+            yield RankExamples(share_of(numbers, self.rank, self.size), key, first, total)
 
-    def _sampled_steps(self, epoch_key: int) -> Iterator[RankSeeds]:
+    def _sampled_steps(self, epoch_key: int) -> Iterator[RankExamples]:
         """The steps that the sampler gives."""
         for step, positions in enumerate(self.batch_sampler):  # type: ignore[arg-type]
             yield self._sampled_step(positions, epoch_key, step)
 
-    def _sampled_step(self, positions: list[int], epoch_key: int, step: int) -> RankSeeds:
+    def _sampled_step(self, positions: list[int], epoch_key: int, step: int) -> RankExamples:
         """The step of positions in the seeds."""
-        seeds = self._order.ids[torch.as_tensor(positions)]
+        numbers = torch.as_tensor(positions)
         # Trees draw by slot, so the slots of ranks must differ.
-        first = dist.get_rank() * seeds.numel() if _num_ranks() > 1 else 0
-        return RankSeeds(seeds, ops.derive_key(epoch_key, step), first, total=None)
+        first = dist.get_rank() * numbers.numel() if _num_ranks() > 1 else 0
+        return RankExamples(numbers, ops.derive_key(epoch_key, step), first, total=None)
 
     def _collate(self, positions: list[int]) -> Any:
         """The batch of items of the dataset, which are positions in the seeds. Every call draws anew."""

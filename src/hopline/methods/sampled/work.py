@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from hopline.budget.plan import Plan
 from hopline.contract import Guard, Job, Redraw, Unit, Work, WorkDescription
+from hopline.core.examples import Examples
 from hopline.core.sampler import NeighborSampler, NodeIds
 from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.nodes import select_nodes
@@ -62,7 +63,7 @@ def bind(method: Sampled, job: Job) -> Work:
         shard = job.data.shard
         job.model.check_blocks(shard.num_features, shard.edge)
         loader = make_loader(
-            method, shard, job.train_ids, seed=job.seed, device=job.device, model=job.model, world=job.world
+            method, shard, job.examples, seed=job.seed, device=job.device, model=job.model, world=job.world
         )
         return SampledWork(job, loader)
 
@@ -74,15 +75,17 @@ def bind(method: Sampled, job: Job) -> Work:
     # Not by `Sampled.loader`: the Trainer has compared the ranks already.
     loader = Loader(
         data=job.data,
-        ids=job.train_ids,
+        ids=job.examples,
         method=method,
         seed=job.seed,
         device=job.device,
         model=job.model,
         world=job.world,
     )
-    # A captured step scales its loss by the number of seeds, which is known before its labels are.
-    if loader.layout == "tree" and loader.on_gpu and not job.task.has_weights:
+    # A captured step scales its loss by the number of seeds, which is known before its labels are. It reads the labels
+    # by node.
+    is_captured = not job.task.has_weights and job.examples.y is None
+    if loader.layout == "tree" and loader.on_gpu and is_captured:
         return CapturedWork(job, loader)
     return SampledWork(job, loader)
 
@@ -110,7 +113,7 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
 def make_loader(
     method: Sampled,
     data: Dataset | Shard,
-    ids: NodeIds | str,
+    ids: NodeIds | Examples | str,
     *,
     seed: int,
     device: torch.device | str,
@@ -133,7 +136,7 @@ def make_loader(
         return CollectiveLoader(data, ids, method, seed=seed, device=device, world=world, one_list=one_list)
 
     expect_dataset(data, "Sampled.loader")
-    seeds = select_nodes(data, ids)
+    seeds = ids if isinstance(ids, Examples) else select_nodes(data, ids)
     check_loader_ranks(world, method, data, ids, seed=seed, model=model)
 
     batch_model = None
