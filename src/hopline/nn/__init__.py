@@ -13,6 +13,8 @@ import. The other files:
     norms, row_wise             modules between convs: statistics of batch norms, and the check that rows do not mix
     whole_module                models that are not made of layers, run as a whole
     whole_module_probe          finds out how many hops such a model reads
+    push_and_pull               historical embeddings in a `forward` of the user's own
+    push_and_pull_probe         finds out whether such a `forward` is right on batches
     smoothness                  a penalty on layers that noise moves far, for historical training
     structure                   a fingerprint of what a model computes
 
@@ -23,6 +25,7 @@ State of the process: `probe.findings` owns the findings about each module, and 
 
 from hopline.nn.conv_adapter import convolve
 from hopline.nn.gnn import GNN, State
+from hopline.nn.push_and_pull import push_and_pull
 from hopline.nn.whole_module import Whole, as_batch_model
 
-__all__ = ["GNN", "State", "Whole", "as_batch_model", "convolve"]
+__all__ = ["GNN", "State", "Whole", "as_batch_model", "convolve", "push_and_pull"]

@@ -2,6 +2,7 @@
 
     running_statistics    from its running statistics, for example if a batch is one row and has no variance
     ignore_empty_slots    from the rows of those slots of a tree that are not empty
+    own_statistics        from the rows of a batch's own nodes, not of its halo
     OwnStatistics         from a given function, such as one that sums over ranks
 
 The contexts reach batch norms inside convs as well. No module is replaced: `OwnStatistics` intercepts torch's
@@ -62,6 +63,22 @@ def ignore_empty_slots(modules: Iterable[nn.Module], block: Block) -> AbstractCo
     return nullcontext() if present is None else OwnStatistics(partial(_statistics_of_present, present))
 
 
+def own_statistics(module: nn.Module, block: Block) -> AbstractContextManager[Any]:
+    """While the context lasts, batch norms of a module in training leave out the halo from their statistics.
+
+    A single own node has no variance, so running statistics take their place. The context does nothing in evaluation,
+    or without a halo.
+
+    block: own nodes as destinations, with the halo behind them as sources.
+    """
+    if not any(m.training for m in module.modules()) or block.num_src == block.num_dst > 1:
+        return nullcontext()
+    if block.num_dst <= 1:
+        return running_statistics([module])
+    # Also if no module is a batch norm: a `forward` may call torch's function itself.
+    return OwnStatistics(partial(_statistics_of_own, block))
+
+
 def _training_norms(modules: Iterable[nn.Module]) -> list[nn.BatchNorm1d]:
     """The batch norms in training mode among modules and the modules inside them."""
     return [m for module in modules for m in module.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
@@ -116,6 +133,17 @@ class OwnStatistics(TorchFunctionMode):
         if bias is not None:
             out = out + bias
         return out.to(x.dtype)
+
+
+def _statistics_of_own(block: Block, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean, variance, number) of the rows of own nodes. Other rows than one per source, such as edges', all count."""
+    if rows.dim() != 2:
+        raise ValueError(
+            f"a batch norm over rows of shape {list(rows.shape[1:])} cannot leave out nodes outside the batch: give it "
+            "rows [num_nodes, columns]"
+        )
+    own_rows = rows[: block.num_dst] if rows.size(0) == block.num_src else rows
+    return own_rows.mean(0), own_rows.var(0, unbiased=False), rows.new_tensor(own_rows.size(0))
 
 
 def _statistics_of_present(present: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from hopline.core.row_handles import Readable, as_dtype, as_tensor
 from hopline.nn.conv_adapter import EDGE_ARGUMENTS, edge_arguments, edge_arguments_of
 from hopline.nn.gnn import GNN
 from hopline.nn.probe import without_caches
+from hopline.nn.push_and_pull import degrees_of_graph, pulling
 from hopline.util.host import refuse_after_fork
 
 
@@ -95,8 +97,15 @@ class Whole(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         """Outputs for the batch's examples: [num_examples, ...]."""
         self._refuse_caches()
-        out = self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
-        return out if batch.output_idx is None else out[batch.output_idx]
+        block = batch.blocks[-1]
+        if block.layer_hooks is None:
+            rows = self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
+        else:
+            # A batch of `Historical`, whose blocks are all the same: the halo's rows come from `push_and_pull`.
+            with pulling(self.module, block.layer_hooks, block):
+                union = replace(batch, blocks=(block,)).union()
+                rows = self.on_block(as_tensor(batch.input_rows), union)[: block.num_dst]
+        return rows if batch.output_idx is None else rows[batch.output_idx]
 
     def on_block(self, x: Tensor, block: Block) -> Tensor:
         """[num_src, ...]: outputs for all nodes of a square block, whose sources are its destinations.
@@ -118,7 +127,7 @@ class Whole(nn.Module):
             )
         dtype = next(self.module.parameters(), x).dtype
         arguments = edge_arguments(self.module, block.edge, dtype)
-        with without_caches(self.module):
+        with without_caches(self.module), degrees_of_graph(self.module, block.edge_index, arguments):
             out = self.module(as_dtype(x, dtype), block.edge_index, **arguments)
         if not isinstance(out, Tensor):
             raise ValueError(

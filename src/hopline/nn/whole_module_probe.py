@@ -243,30 +243,30 @@ class _Trial:
         self._dtype = dtype
         self._seed = seed
         self._draws = True
-        self._batch_model = self._copy_module(tiny)
+        self.batch_model = self.copy_module(tiny)
         self.outputs = self.run(tiny.x, tiny.block)
         if not bool(self.outputs.isfinite().all()):
             # The drawn weights lead to inf or nan. Try the module's own.
             self._draws = False
-            self._batch_model = self._copy_module(tiny)
+            self.batch_model = self.copy_module(tiny)
             self.outputs = self.run(tiny.x, tiny.block)
 
     def run(self, x: Tensor, block: Block) -> Tensor:
         """Outputs at all nodes of a square block."""
-        return self._batch_model.on_block(x, block)
+        return self.batch_model.on_block(x, block)
 
     def remembers(self, tiny: _TinyGraph) -> bool:
         """Whether the output on a neighbourhood differs from that of a new copy, which has seen no graph."""
         part = neighborhood(tiny.graph, tiny.seeds[0], 2)  # any graph but the whole tiny one would do
         assert part is not None
         x = tiny.x[part.src_ids]
-        expected = self._copy_module(tiny).on_block(x, part)
+        expected = self.copy_module(tiny).on_block(x, part)
         try:
             return not _are_equal(self.run(x, part), expected)
         except Exception:
             return True
 
-    def _copy_module(self, tiny: _TinyGraph) -> Whole:
+    def copy_module(self, tiny: _TinyGraph) -> Whole:
         """A new copy of the module.
 
         Copies of one trial have the same weights: the generator is seeded for each.

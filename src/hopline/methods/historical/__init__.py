@@ -9,6 +9,7 @@ Read `settings`, `work` (an epoch, and when tables are written) and `step` (one 
     compensation    adds gradients from outside the batch
     staleness       measures how far embeddings drift while they wait in the tables
     edge_dropout    drops edges
+    own_forward     modules of the user's own that call `push_and_pull`
     memory_plan     bounds the memory of tables and steps, for a budget
     loader          batches for a loop of the user's own
 

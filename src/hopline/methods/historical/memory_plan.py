@@ -28,6 +28,8 @@ from hopline.methods.partitioned.memory_plan import (
 )
 from hopline.methods.partitioned.partitioned_graph import partition_together
 from hopline.nn.gnn import row_widths
+from hopline.nn.push_and_pull_probe import INSTEAD
+from hopline.nn.whole_module import Whole
 from hopline.tables.history import DTYPES
 from hopline.units.loss_at_outputs import LOSS_COPIES
 from hopline.util.config import plural
@@ -40,6 +42,11 @@ EDGES_BYTES = 64
 
 def plan(method: Historical, outline: Outline, budget: Budget) -> Plan:
     """The plan with the parts that the settings ask for. Only the number of micro-batches adapts to the budget."""
+    if isinstance(outline.model, Whole):
+        raise ValueError(
+            f"{type(outline.model.module).__name__} is not made of layers, so a batch of it cannot be split, nor its "
+            f"memory be planned: leave out budget=, or {INSTEAD}"
+        )
     model = layers_of(outline, method)
     data = outline.data
     widths = row_widths(model, data.num_features)

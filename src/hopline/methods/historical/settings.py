@@ -37,7 +37,7 @@ class Historical(Method):
 
     Raises:
         ValueError: A field has a value that is not allowed, or does not go with another one. From the
-            Trainer: the model is not made of layers.
+            Trainer: the model is not made of layers, and its `forward` lacks calls of `hl.nn.push_and_pull`.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -132,14 +132,10 @@ class Historical(Method):
         return plan(self, outline, budget)
 
     def bind(self, job: Job) -> HistoricalWork:
+        from hopline.methods.historical.own_forward import OwnForwardWork
         from hopline.methods.historical.work import HistoricalWork
         from hopline.nn.whole_module import Whole
 
-        if isinstance(job.model, Whole):
-            raise ValueError(
-                f"{type(job.model.module).__name__} is not made of layers, between which history could be kept: "
-                "use hl.nn.GNN, or a PyG model such as GCN"
-            )
         if self.refresh_every == "evaluation" and job.world.size > 1:
             raise ValueError(
                 "refresh_every=evaluation is for one process, since the first rank evaluates alone: set "
@@ -149,6 +145,8 @@ class Historical(Method):
         if job.data.graph.device.type != "cpu":
             raise ValueError("method=historical makes its batches on the host: give it a graph that is there")
         job.model.check_blocks(job.data.num_features, job.data.graph.edge)
+        if isinstance(job.model, Whole):
+            return OwnForwardWork(job, job.model, self)
         return HistoricalWork(job, job.model, self)
 
     def loader(
@@ -168,7 +166,8 @@ class Historical(Method):
         Calling the model with a batch pulls historical embeddings of its halo between layers.
         `batch.commit()`, after the optimizer's step, pushes the embeddings of its own nodes.
 
-        ids: the seeds, as node ids or as the name of a split. model: a `GNN` or a PyG model. With `warm_up`
+        ids: the seeds, as node ids or as the name of a split. model: a `GNN`, a PyG model, or a module of your own
+        with `hl.nn.push_and_pull`, called by `hl.nn.as_batch_model(model)(batch)`. With `warm_up`
         or a number for `refresh_every`, an exact forward pass of it fills the tables. world: the ranks that
         train together. At each step every rank has a batch, which may be empty (docs/loops_over_parts.md).
         """

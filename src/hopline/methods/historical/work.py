@@ -82,11 +82,13 @@ class HistoricalWork(Work):
     Owns the graph in parts, with its tables, and the commits that wait.
     """
 
+    graph_class = PartitionedGraph
+
     def __init__(self, job: Job, model: GNN, method: Historical, partition: Partition | None = None) -> None:
         self.job = job
         self.model = model
         self.method = method
-        self.partitioned = PartitionedGraph(job, model, _spec(method), partition)
+        self.partitioned = self.graph_class(job, model, _spec(method), partition)
         self.groups = Groups(method, self.partitioned.assignment, job.seed)
         self.batches = HistoricalBatches(method, self.partitioned)
         self.drift = RowDrift(self.partitioned)
@@ -209,16 +211,19 @@ class HistoricalWork(Work):
         self.partitioned.prepare()
         self.flush(0)  # or commits that wait would later overwrite exact rows by older ones
         with trace.span("refresh"):
-            sweep = Sweep(self.partitioned, keeps_gradients=self.method.compensate)
-            sweep.forward()
-            if self.method.compensate:
-                # The sweep adds to the parameters' gradients, which belong to the step. So they are put aside:
-                # autograd would add to them in place.
-                gradients = [(p, p.grad) for p in self.job.module.parameters()]
-                self.job.module.zero_grad(set_to_none=True)
-                sweep.backward()
-                for p, gradient in gradients:
-                    p.grad = gradient
+            self._fill_tables()
+
+    def _fill_tables(self) -> None:
+        sweep = Sweep(self.partitioned, keeps_gradients=self.method.compensate)
+        sweep.forward()
+        if self.method.compensate:
+            # The sweep adds to the parameters' gradients, which belong to the step. So they are put aside: autograd
+            # would add to them in place.
+            gradients = [(p, p.grad) for p in self.job.module.parameters()]
+            self.job.module.zero_grad(set_to_none=True)
+            sweep.backward()
+            for p, gradient in gradients:
+                p.grad = gradient
 
     @property
     def keep_rows(self) -> KeepRows | None:
