@@ -102,19 +102,19 @@ def train(
     examples: batch -> (nodes, labels) of its terms of the loss, in place of its training nodes with their labels.
     penalty: (model, batch) -> what is added to the loss that is differentiated, and not to the one that is reported.
     """
-    if examples is None:
 
-        def examples(batch: Tensor) -> tuple[Tensor, Tensor]:
-            seeds = batch[data.train_mask[batch]]
-            return seeds, data.y[seeds]
+    def training_nodes(batch: Tensor) -> tuple[Tensor, Tensor]:
+        seeds = batch[data.train_mask[batch]]
+        return seeds, data.y[seeds]
 
+    examples_of = examples or training_nodes
     model.train()
     trained = Trained()
     for epoch, batches in enumerate(epochs, start=1):
         epoch_loss = 0.0
         epoch_seeds = 0
         for first in range(0, len(batches), accumulate):
-            step = [(batch, *examples(batch)) for batch in batches[first : first + accumulate]]
+            step = [(batch, *examples_of(batch)) for batch in batches[first : first + accumulate]]
             num_seeds = sum(seeds.numel() for _, seeds, _ in step)
             step_loss = 0.0
             model.zero_grad()

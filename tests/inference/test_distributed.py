@@ -14,6 +14,7 @@ from hopline.core.partition import make_partition
 from hopline.inference.distributed import JoinedTable, evaluate, exact
 from hopline.shards.write import cut
 from hopline.tables import SparseTable, TensorTable
+from hopline.units.job import examples_of
 from tests.shards.test_write import rich
 from tests.support.helpers import randn, usual_task
 
@@ -37,10 +38,11 @@ def test_inference_over_one_shard_equals_that_over_the_whole_graph(tmp_path: Pat
 
     expected_accuracy = (expected.argmax(1) == data.labels)[data.splits["test"]].double().mean()
     task = usual_task(5)
-    assert evaluate(model, sharded, task, "test", None) == {"accuracy": pytest.approx(float(expected_accuracy))}
+    examples = examples_of(task, sharded, "test")
+    assert evaluate(model, sharded, task, examples, None) == {"accuracy": pytest.approx(float(expected_accuracy))}
 
     batches = hl.Sampled(fanouts=(-1, -1), batch_size=7, shuffle=False).loader(sharded.shard, "test")
-    assert evaluate(model, sharded, task, "test", batches) == {"accuracy": pytest.approx(float(expected_accuracy))}
+    assert evaluate(model, sharded, task, examples, batches) == {"accuracy": pytest.approx(float(expected_accuracy))}
     with pytest.raises(ValueError, match=r"has no layers.*hl.nn.GNN"):
         exact(ModelWithoutLayers(), sharded.shard)
 

@@ -100,7 +100,7 @@ def check_loader(world: World, shard: Shard, data: hl.Dataset) -> list[int]:
             assert torch.equal(batch.labels, data.labels[batch.seeds])
             sizes.append(batch.num_seeds)
     whole_epoch = [batch.seeds.tolist() for batch in loader.epoch(1)]
-    assert [batch.seeds.tolist() for batch in loader.epoch(1, done=1, seeds_done=4 * world.size)] == whole_epoch[1:]
+    assert [batch.seeds.tolist() for batch in loader.epoch(1, done=1, examples_done=4 * world.size)] == whole_epoch[1:]
     ids = torch.tensor([7, 3, 59, 20])
     in_order = hl.Sampled(fanouts=(1,), batch_size=2, shuffle=False).loader(shard, ids, world=world)
     seeds = torch.cat([batch.seeds for batch in in_order])

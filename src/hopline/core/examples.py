@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -63,6 +63,11 @@ class Examples:
     def max_per_seed(self) -> int:
         """The most examples of one node."""
         return int(self.nodes.unique(return_counts=True)[1].max()) if self.repeats else 1
+
+    @overload
+    def labels(self, y: Tensor, numbers: Tensor | None = None) -> Tensor: ...
+    @overload
+    def labels(self, y: Tensor | None, numbers: Tensor | None = None) -> Tensor | None: ...
 
     def labels(self, y: Tensor | None, numbers: Tensor | None = None) -> Tensor | None:
         """[n, ...]: labels of examples, on their own device; None without any.

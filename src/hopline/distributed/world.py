@@ -300,8 +300,10 @@ class World:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the collective calls. None is torch's default group."""
-        is_default = self._membership is None or self._membership.is_launched
-        return None if is_default else self._membership.groups[0].group
+        membership = self._membership
+        if membership is None or membership.is_launched:
+            return None
+        return membership.groups[0].group
 
     def new_group(self) -> GroupHandle:
         """A further process group of all ranks (gloo, tensors on the host). Every rank must call this."""

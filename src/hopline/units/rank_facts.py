@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hopline.contract import Method
+from hopline.core.examples import Examples
 from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import ids_fact
@@ -62,7 +63,7 @@ def check_loader_ranks(
     world: World | None,
     method: Method,
     data: Dataset,
-    ids: NodeIds | str,
+    ids: NodeIds | Examples | str,
     *,
     seed: int,
     model: nn.Module | None,
@@ -76,7 +77,8 @@ def check_loader_ranks(
     if not isinstance(world, World) or world.size == 1:  # the loader refuses what is no World
         return
     name = type(method).__name__
-    seeds = {f"the split {ids!r}" if isinstance(ids, str) else "the seeds": select_nodes(data, ids)}
+    nodes = ids.nodes if isinstance(ids, Examples) else select_nodes(data, ids)
+    seeds = {f"the split {ids!r}" if isinstance(ids, str) else "the seeds": nodes}
     settings |= {"method": settings_or_repr(method), "seed": seed}
     check_ranks(world, f"hl.{name}.loader", data, seeds, settings, None if model is None else unwrap(model))
 

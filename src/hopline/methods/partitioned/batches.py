@@ -84,7 +84,7 @@ class PartBatches:
             handles = {name: Rows(table, block.src_ids) for name, table in data.tables.items()}
         y = None
         if examples.y is not None:
-            y = examples.labels(None, found.numbers).cpu()
+            y = examples.y[found.numbers].cpu()
         # Labels on a GPU are read after the move, by `to_device`.
         elif data.y is not None and data.y.device == seeds.device:
             y = ops.gather_rows(data.y, nodes[found.output_idx])

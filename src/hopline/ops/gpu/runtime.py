@@ -111,7 +111,7 @@ def draw_distinct(state, degree, FANOUT: tl.constexpr):
 def draw_repeated(state, degree, FANOUT: tl.constexpr):
     """A tuple of FANOUT int64 blocks: independent draws of each lane from 0 .. degree - 1."""
     picks = ()
-    for j in tl.static_range(FANOUT):
+    for _ in tl.static_range(FANOUT):
         state += GOLDEN
         picks = picks + (bounded(mix(state), degree),)
     return picks
