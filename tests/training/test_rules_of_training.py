@@ -122,15 +122,6 @@ def test_a_parameter_that_is_not_the_models_is_refused():
 # ---- training nodes, and fitting twice
 
 
-@pytest.mark.parametrize("how", [method(), HISTORICAL, hl.FullBatch(num_shards=2)], ids=name_of)
-def test_a_training_node_that_is_there_twice_is_refused(how: hl.extend.Method):
-    data = small()
-    ids = torch.cat([data.train_ids, data.train_ids[3:4]])
-    twice = dataclasses.replace(data, splits={**data.splits, "train": ids})
-    with pytest.raises(ValueError, match=rf"node {int(ids[-1])} is in split 'train' more"):
-        fit(twice, how=how)
-
-
 @pytest.mark.parametrize("settings", [{}, {"compensate": True}, {"lag": 1}, {"warm_up": False}], ids=str)
 def test_a_second_fit_leaves_nothing_of_the_first_in_the_tables(settings: dict[str, Any]):
     data = small()

@@ -48,12 +48,13 @@ def test_a_model_without_layers_is_refused():
     class ModuleWithoutLayers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.conv = pyg.GCNConv(6, 3)
+            self.first = pyg.GCNConv(6, 4)
+            self.second = pyg.GCNConv(4, 3)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.conv(x, edge_index)
+            return self.second(self.first(x, edge_index), edge_index)
 
-    with pytest.raises(ValueError, match="not made of layers"):
+    with pytest.raises(ValueError, match="push_and_pull"):
         trainer_of(ModuleWithoutLayers())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch_geometric.nn import SAGEConv
 
 import hopline as hl
 from hopline.distributed.launch import run
@@ -145,12 +146,16 @@ def test_misuse_that_would_train_wrongly_is_refused():
 
 
 class OneModule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(6, 6)
+
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-        return x
+        return self.conv(self.conv(x, edge_index), edge_index)
 
 
 def test_a_model_without_layers_and_one_called_with_a_batch_are_told():
-    with pytest.raises(ValueError, match=r"OneModule .*not made of layers"):
+    with pytest.raises(ValueError, match=r"OneModule .*push_and_pull"):
         loader_of(OneModule())
     model = model_of("pyg")
     with pytest.raises(TypeError, match=r"hl\.nn\.as_batch_model\(model\)\(batch\)"):

@@ -102,7 +102,7 @@ def test_a_loader_for_a_budget_is_another_loader_of_the_same_batches():
     for ours, expected in zip(guarded.epoch(3), plain.epoch(3), strict=True):
         assert torch.equal(ours.input_ids, expected.input_ids)
         assert torch.equal(ours.seeds, expected.seeds)
-    assert sum(sizes_split) == plain.ids.numel(), "by the new loader alone"
+    assert sum(sizes_split) == len(plain.examples), "by the new loader alone"
     assert (plain.split_ahead, plain.batches_on_host) == (None, False)
 
 

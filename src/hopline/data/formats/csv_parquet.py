@@ -532,7 +532,19 @@ def read_csv(
     except (arrow.ArrowException, OSError) as error:
         if "UTF8" in str(error):
             raise _not_utf8(path) from error
-        raise ValueError(f"{path} cannot be read as CSV ({_first_line(error)}): correct the file.") from error
+        reason = _reason(error, path, settings)
+        raise ValueError(f"{path} cannot be read as CSV ({reason}): correct the file.") from error
+
+
+def _reason(error: Exception, path: Path, settings: dict[str, Any]) -> str:
+    """Why a CSV file cannot be read, with the row. It is read once more, since Arrow counts rows in one thread only."""
+    settings["read_options"].use_threads = False
+    try:
+        for _ in arrow_csv.open_csv(path, **settings):
+            pass
+    except (arrow.ArrowException, OSError) as with_row:
+        return _first_line(with_row)
+    return _first_line(error)
 
 
 def read_parquet(path: Path, *, columns: Sequence[str] | None = None, whole: bool = False) -> Iterator[Chunk]:

@@ -75,7 +75,7 @@ class Loader(SeedLoader):
 
     Args:
         data: The dataset.
-        ids: [n] int64: the seeds, or `Examples`. A node may come several times.
+        examples: The seeds, [n] int64, or `Examples`. A node may come several times.
         method: The settings, with `fanouts` as numbers.
         seed: Seed of every random draw, together with the epoch.
         device: The device of the batches.
@@ -86,7 +86,7 @@ class Loader(SeedLoader):
             runs in the threads. With it, a batch that does not fit on the GPU is yielded on the host.
         batches_on_host: Whether batches for a GPU stay on the host, because the guard moves them in
             micro-batches.
-        sampler: Positions in `ids`, in place of the method's `shuffle`. They may repeat.
+        sampler: Positions in `examples`, in place of the method's `shuffle`. They may repeat.
         batch_sampler: Lists of such positions, in place of the method's `batch_size` and `drop_last` too.
         dataloader_arguments: Arguments of `DataLoader` with which Lightning makes a loader again. The method
             decides in their place.
@@ -107,7 +107,7 @@ class Loader(SeedLoader):
     def __init__(
         self,
         data: Dataset,
-        ids: Tensor | Examples,
+        examples: Tensor | Examples,
         method: Sampled,
         seed: int,
         device: torch.device,
@@ -121,7 +121,7 @@ class Loader(SeedLoader):
         **dataloader_arguments: Any,
     ) -> None:
         check_names(dataloader_arguments)
-        examples = as_examples(ids)
+        examples = as_examples(examples)
         if not len(examples):
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
         self.data = data
@@ -168,7 +168,7 @@ class Loader(SeedLoader):
         """A loader of the same batches for a budget's guard. The arguments are those of `Loader`."""
         return Loader(
             data=self.data,
-            ids=self.examples,
+            examples=self.examples,
             method=self.method,
             seed=self.seed,
             device=self.device,

@@ -346,7 +346,7 @@ def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator
     """
     loader = Loader(
         data=outline.data,
-        ids=outline.job.examples,
+        examples=outline.job.examples,
         method=replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False),
         seed=outline.job.seed,
         device=outline.device,

@@ -75,7 +75,7 @@ def bind(method: Sampled, job: Job) -> Work:
     # Not by `Sampled.loader`: the Trainer has compared the ranks already.
     loader = Loader(
         data=job.data,
-        ids=job.examples,
+        examples=job.examples,
         method=method,
         seed=job.seed,
         device=job.device,
@@ -148,7 +148,7 @@ def make_loader(
         method = method.for_model(batch_model)
     return Loader(
         data=data,
-        ids=seeds,
+        examples=seeds,
         method=method,
         seed=seed,
         device=torch.device(device),
@@ -170,7 +170,7 @@ def _run_once(job: Job, loader: Loader) -> None:
     tiny = replace(loader.method, fanouts=(1,) * num_layers, batch_size=1, workers=0)
     # By a loader, which reads rows on the host that the model's device cannot read itself.
     tiny_loader = Loader(
-        data=job.data, ids=job.train_ids[:1], method=tiny, seed=job.seed, device=job.device, model=job.model
+        data=job.data, examples=job.train_ids[:1], method=tiny, seed=job.seed, device=job.device, model=job.model
     )
     with closing(tiny_loader.epoch(1)) as batches, evaluating(job.model):
         job.model(next(batches))
