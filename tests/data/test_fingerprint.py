@@ -18,9 +18,9 @@ from hopline.core.graph import Graph
 from hopline.core.partition import make_partition
 from hopline.data import fingerprint
 from hopline.data.fingerprint import contents_of
-from hopline.inference.over_shards import AllShards
 from hopline.inference.over_shards import exact_rows as exact_on_shards
 from hopline.shards import write as cut
+from hopline.shards.all_shards import AllShards
 from hopline.shards.shard import shard_name
 from hopline.shards.verify import verify_shards
 from hopline.tables import CachedTable, SparseTable, TensorTable

@@ -11,21 +11,11 @@ from torch_geometric.nn import GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.core.partition import make_partition
-from hopline.inference.distributed import JoinedTable, evaluate, exact
+from hopline.inference.distributed import evaluate, exact
 from hopline.shards.write import cut
-from hopline.tables import SparseTable, TensorTable
 from hopline.units.job import examples_of
 from tests.shards.test_write import rich
-from tests.support.helpers import randn, usual_task
-
-
-def test_a_joined_table_reads_the_rows_of_both_tables() -> None:
-    rows = torch.where(randn(9, 3) > 0, randn(9, 3), 0)
-    table = JoinedTable(SparseTable.from_dense(rows[:4]), TensorTable(rows[[4, 8]]), torch.tensor([0, 4]), 5)
-    ids = torch.tensor([8, 0, 4, 3, 3])
-    assert table.shape == (9, 3)
-    assert table.dtype == torch.float64
-    assert torch.equal(table.read(ids), rows[ids])
+from tests.support.helpers import usual_task
 
 
 def test_inference_over_one_shard_equals_that_over_the_whole_graph(tmp_path: Path) -> None:

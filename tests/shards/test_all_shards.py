@@ -13,7 +13,7 @@ from torch_geometric.nn import GATConv, GCNConv, SAGEConv
 
 import hopline as hl
 from hopline.data.fingerprint import fingerprint
-from hopline.shards.all_shards import RowsOfShards
+from hopline.tables.stacked import StackedTable
 from tests.shards.test_write import rich
 from tests.support.runs import command, records, small
 
@@ -50,7 +50,7 @@ def test_joined_features_stay_in_the_shards_and_have_the_same_contents(folder: P
     joined = hl.shards.join(folder)
     # Graphs in folders have 32-bit indices where these are enough.
     data = replace(data, graph=replace(data.graph, indices=data.graph.indices.int()))
-    assert isinstance(joined.x, RowsOfShards)
+    assert isinstance(joined.x, StackedTable)
     assert joined.x.version == 0
     ids = torch.tensor([59, 0, 7, 7, 30])
     assert torch.equal(joined.x[ids], data.x[ids])

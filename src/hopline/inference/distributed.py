@@ -37,43 +37,13 @@ from hopline.nn.whole_module import as_batch_model
 from hopline.shards.collective_sampler import CollectiveSampler, fetch
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
-from hopline.tables import SparseTable, Table, TensorTable
+from hopline.tables import Table, TensorTable
+from hopline.tables.stacked import StackedTable
 from hopline.tasks.task import Task
 from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
 """Edges per pass over the edge list, which bounds temporary memory."""
-
-
-class JoinedTable(Table):
-    """The rows of a first table, and behind them `num_second` further rows. A second table holds some of these.
-
-    Only rows that one of the tables holds may be read.
-
-    second_ids: [len(second)] int64, ascending: which of the `num_second` rows the second table holds.
-    """
-
-    def __init__(self, first: Table, second: Table, second_ids: Tensor, num_second: int) -> None:
-        self.first = first
-        self.second = second
-        self.second_ids = second_ids
-        self.num_second = num_second
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.first) + self.num_second, *self.first.shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.first.dtype
-
-    def read(self, ids: Tensor) -> Tensor:
-        is_first = ids < len(self.first)
-        rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-        rows[is_first] = self.first.read(ids[is_first])
-        second_rows = torch.searchsorted(self.second_ids, ids[~is_first] - len(self.first))
-        rows[~is_first] = self.second.read(second_rows)
-        return rows
 
 
 def exact(
@@ -241,15 +211,11 @@ def _join_tables(own: Table, halo: Table | Tensor, halo_numbers: Tensor, num_hal
 
     halo_numbers: [len(halo)] int64, ascending: the halo numbers of the fetched rows.
     """
-    if isinstance(own, SparseTable) and isinstance(halo, SparseTable):
-        halo_counts = torch.zeros(num_halo, dtype=torch.int64)  # entries per row
-        halo_counts[halo_numbers] = halo.indptr.diff()
-        indptr = torch.cat([own.indptr, halo_counts.cumsum(0) + own.indptr[-1]])
-        columns = torch.cat([own.columns, halo.columns])
-        values = torch.cat([own.values, halo.values])
-        return SparseTable(indptr, columns, values, own.num_columns)
     halo_table = TensorTable(halo) if isinstance(halo, Tensor) else halo
-    return JoinedTable(own, halo_table, halo_numbers, num_halo)
+    order = torch.full((len(own) + num_halo,), -1)
+    order[: len(own)] = torch.arange(len(own))
+    order[len(own) + halo_numbers] = len(own) + torch.arange(len(halo_table))
+    return StackedTable([own, halo_table], order)
 
 
 def sampled(model: nn.Module, channel: Channel, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -15,19 +15,14 @@ Sources of a chunk may be in any shard. Their embeddings come from the layer's t
 
 from __future__ import annotations
 
-import copy
-import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hopline import ops
 from hopline.core.batch import Block, Part
-from hopline.core.graph import Graph, PartialGraph
+from hopline.core.graph import PartialGraph
 from hopline.core.row_handles import Rows
 from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset
@@ -38,184 +33,13 @@ from hopline.inference.resumable import LayerFiles
 from hopline.inference.without_layers import ReadRows
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import as_batch_model
-from hopline.shards.all_shards import RowsOfShards
+from hopline.shards.all_shards import AllShards
 from hopline.shards.collective_sampler import weights_of_shard
-from hopline.shards.data import copy_with, refuse_change
-from hopline.shards.shard import ADVICE, Shard, open_shard, read_shard_record
-from hopline.tables import Table
+from hopline.shards.shard import Shard
 from hopline.util.config import parse_chunk_bytes
 
 CHUNK = 1 << 22
 """In-edges per chunk when sources are marked (`ShardChunks._with_sources`)."""
-
-
-class StackedTable(Table):
-    """The rows of several tables, one behind the other, as one table."""
-
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self.tables = list(tables)
-        self.ptr = torch.tensor([0, *map(len, tables)]).cumsum(0)  # [num_tables + 1] int64: first row of each table
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (int(self.ptr[-1]), *self.tables[0].shape[1:])
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tables[0].dtype
-
-    def _by_table(self, ids: Tensor) -> list[_TableRows]:
-        """The rows `ids`, grouped by table. Tables without any of them are left out."""
-        table_of = torch.bucketize(ids, self.ptr[1:-1], right=True)
-        group_ptr, order = ops.group_by_key(table_of, len(self.tables))
-        group_sizes = group_ptr.diff().tolist()
-        row_groups = (ids - self.ptr[table_of])[order].split(group_sizes)
-        position_groups = order.split(group_sizes)
-        groups = map(_TableRows, self.tables, row_groups, position_groups)
-        return [group for group in groups if group.rows.numel()]
-
-    def read(self, ids: Tensor) -> Tensor:
-        rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-        for group in self._by_table(ids):
-            rows[group.positions] = group.table.read(group.rows)
-        return rows
-
-    def read_csr(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        # Without ids the first table tells whether rows are sparse, and their dtypes.
-        groups = self._by_table(ids) or [_TableRows(self.tables[0], ids, ids)]
-        counts: list[Tensor] = []
-        columns: list[Tensor] = []
-        values: list[Tensor] = []
-        for group in groups:
-            csr = group.table.read_csr(group.rows)
-            if csr is None:
-                return None
-            group_indptr, group_columns, group_values = csr
-            counts.append(group_indptr.diff())
-            columns.append(group_columns)
-            values.append(group_values)
-
-        # Rows come grouped by table. The inverse of `order` brings them back into the order of `ids`.
-        order = torch.cat([group.positions for group in groups])
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(order.numel())
-        grouped_counts = torch.cat(counts)
-        grouped_indptr = torch.cat([grouped_counts.new_zeros(1), grouped_counts.cumsum(0)])
-        indptr, positions = ops.row_entries(grouped_indptr, inverse)
-        return indptr, torch.cat(columns)[positions], torch.cat(values)[positions]
-
-
-class _TableRows(NamedTuple):
-    """Rows of one table of a `StackedTable`."""
-
-    table: Table
-    rows: Tensor
-    """[n] int64: numbers of the rows in `table`."""
-    positions: Tensor
-    """[n] int64: positions of these rows among the ids that were asked for."""
-
-
-class AllShards(Dataset):
-    """A dataset in shards that one process has all of.
-
-    Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time
-    (`shard`), so one thread at a time may read them. The property `graph` raises a ValueError.
-
-    split: which published split is the current one, for datasets that have several.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
-        self.folder, _manifest, record = read_shard_record(folder)
-        self.split = split
-        self.num_shards = record["num_shards"]
-        self._opened: Shard | None = None
-        shards = [open_shard(self.folder, rank, split=split) for rank in range(self.num_shards)]
-        first = shards[0]
-        for shard in shards:
-            if shard.cut != first.cut or shard.num_shards != self.num_shards:
-                raise ValueError(f"shards 0 and {shard.rank} in {folder} are of different cuts: {ADVICE}")
-        self.name = first.name
-        self.task = first.task
-        self.num_classes = first.num_classes
-        self.cut = first.cut  # a hash of the dataset and its partition
-        # Of the tables it has only the ids that nodes had in their file. Features are in `rows`.
-        self.tables = {}
-        self.alternatives = ()
-        self.meta = first.meta
-        self._edge_arrays = first.edge
-        self.splits = {name: torch.cat([s.splits[name] for s in shards]).sort().values for name in first.splits}
-        self.ptr = first.ptr  # [num_shards + 1] int64: the first position of each shard
-        self._num_edges = first.num_edges
-        self.nodes = torch.cat([shard.nodes for shard in shards])
-        """[num_nodes] int64: the node id at each position."""
-        position = self.nodes.argsort()
-        self.y = None if first.y is None else torch.cat([shard.labels for shard in shards])[position]
-        if "node_ids" in first.tables:
-            self.tables["node_ids"] = RowsOfShards([shard.tables["node_ids"] for shard in shards], position)
-        self.rows = StackedTable([s.tables["x"] for s in shards]) if "x" in first.tables else None
-        """The table of features by position; None if there are none."""
-
-    @property
-    def x(self) -> Table:
-        """Refused: features are in the shards."""
-        raise refuse_change(self)
-
-    @property
-    def edge_arrays(self) -> Mapping[str, Tensor]:
-        return self._edge_arrays
-
-    @property
-    def is_symmetric(self) -> bool | None:
-        return True if self.meta.get("symmetric") is True else None
-
-    def with_fields(self, **fields: Any) -> AllShards:
-        return copy_with(self, fields)
-
-    def map_features(self, function: Callable[[Table], Table]) -> AllShards:
-        copied = copy.copy(self)
-        copied.rows = None if self.rows is None else function(self.rows)
-        return copied
-
-    def contents(self) -> dict[str, str]:
-        """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
-        return {"cut": self.cut}
-
-    @property
-    def graph(self) -> Graph:  # type: ignore[override]
-        raise ValueError(
-            f"dataset {self.name!r} is in shards, and this needs the whole graph: open the dataset that was "
-            f"partitioned, or start one process per shard (devices={self.num_shards})"
-        )
-
-    @property
-    def num_nodes(self) -> int:
-        return self.nodes.numel()
-
-    @property
-    def num_edges(self) -> int:
-        return self._num_edges
-
-    @property
-    def num_features(self) -> int:
-        return 0 if self.rows is None else self.rows.shape[1]
-
-    def shard(self, rank: int) -> Shard:
-        """The shard of a rank. The shard that was open before is closed first, so that memory holds one."""
-        if self._opened is None or self._opened.rank != rank:
-            self._opened = None
-            assert self.folder is not None
-            self._opened = open_shard(self.folder, rank, split=self.split)
-        return self._opened
-
-    @cached_property
-    def position(self) -> Tensor:
-        """[num_nodes] int64: the position of each node id."""
-        position = torch.empty_like(self.nodes)
-        position[self.nodes] = torch.arange(self.num_nodes)
-        return position
-
-    def __repr__(self) -> str:
-        return f"AllShards({self.name!r}, {self.num_shards} shards, {self.num_nodes:,} nodes, {self.num_edges:,} edges)"
 
 
 class _ByPosition(PartialGraph):

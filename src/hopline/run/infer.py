@@ -43,12 +43,11 @@ from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
 from hopline.inference import distributed as shard_infer
 from hopline.inference import over_shards as shard_by_shard
-from hopline.inference.over_shards import AllShards
 from hopline.methods.sampled.settings import Sampled
 from hopline.run.saved import CHUNK_NODES, SavedRun, bare_values, load, user_ids
 from hopline.run.settings import EvaluateConfig, InferConfig, RunConfig, load_trusted
 from hopline.run.train import launch_settings_of, open_data
-from hopline.shards.all_shards import join_shards
+from hopline.shards.all_shards import AllShards, join_shards
 from hopline.shards.data import ShardedData, open_sharded
 from hopline.shards.shard import is_shards
 from hopline.tables import TensorTable

@@ -1,14 +1,19 @@
-"""A folder of shards as one dataset again, for a process that trains on all of them.
+"""A folder of shards as one dataset again, for a process that has all of them.
 
-edges, edge arrays, labels, splits, sparse tables    put together in memory, in the dataset's order
-dense tables (features)                              stay in the memory-mapped shards: `RowsOfShards`
+To train on it, `join_shards` makes a usual dataset:
+
+    edges, edge arrays, labels, splits, sparse tables    put together in memory, in the dataset's order
+    dense tables (features)                              stay in the memory-mapped shards: `StackedTable`
+
+For inference, `AllShards` opens the edges of one shard at a time.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,62 +23,74 @@ from hopline.core.graph import Graph
 from hopline.data.dataset import Dataset
 from hopline.data.edges import index_dtype
 from hopline.data.store import SHARDS
-from hopline.shards.shard import Shard, read_shard_record
+from hopline.shards.data import DatasetInShards
+from hopline.shards.shard import Shard, open_shard, read_shard_record
 from hopline.shards.verify import open_shards
 from hopline.tables import SparseTable, Table
-from hopline.tables.shareable import Shareable
+from hopline.tables.stacked import StackedTable
 
 CHUNK = 1 << 22
 """Edges that are copied at a time, which limits the memory of temporary arrays."""
 
 
-class RowsOfShards(Shareable, Table):
-    """One table over the same tables of all shards. Rows are read from the shards on every `read`.
+class AllShards(DatasetInShards):
+    """A dataset in shards that one process has all of.
 
-    tables: by shard, with a row per own node.
-    position: [num_nodes] int64, by node id: the node's number if the nodes of all shards are counted shard
-        after shard.
+    Sizes, splits and features of all shards are open all the time. Edges are open of one shard at a time
+    (`shard`), so one thread at a time may read them. The property `graph` raises a ValueError.
+
+    split: which published split is the current one, for datasets that have several.
     """
 
-    def __init__(self, tables: Sequence[Table], position: Tensor) -> None:
-        self.tables = list(tables)
-        self.position = position
-        self.stops = list(accumulate(len(table) for table in tables))
+    def __init__(self, folder: str | os.PathLike[str], *, split: int = 0) -> None:
+        self.folder = read_shard_record(folder)[0]
+        shards = open_shards(folder, split=split)
+        first = shards[0]
+        super().__init__(first)
+        self.split = split
+        self.num_shards = len(shards)
+        self._advice = (
+            "and this needs the whole graph: open the dataset that was partitioned, or start one process per shard "
+            f"(devices={self.num_shards})"
+        )
+        self._opened: Shard | None = None
+        self.splits = {name: torch.cat([s.splits[name] for s in shards]).sort().values for name in first.splits}
+        self.ptr = first.ptr  # [num_shards + 1] int64: the first position of each shard
+        self.nodes = torch.cat([shard.nodes for shard in shards])
+        """[num_nodes] int64: the node id at each position."""
+        # Of the tables it has only the ids that nodes had in their file. Features are in `rows`.
+        if "node_ids" in first.tables:
+            self.tables["node_ids"] = StackedTable([shard.tables["node_ids"] for shard in shards], self.position)
+        self.y = None if first.y is None else torch.cat([shard.labels for shard in shards])[self.position]
+        self.rows = StackedTable([s.tables["x"] for s in shards]) if "x" in first.tables else None
+        """The table of features by position; None if there are none."""
 
-    def __reduce__(self) -> tuple[object, ...]:
-        others = {"tables": self.tables, "stops": self.stops}
-        return RowsOfShards.from_shared, (self.share_arrays("position"), others)
+    def map_features(self, function: Callable[[Table], Table]) -> AllShards:
+        copied = copy.copy(self)
+        copied.rows = None if self.rows is None else function(self.rows)
+        return copied
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.position.numel(), *self.tables[0].shape[1:])
+    def num_features(self) -> int:
+        return 0 if self.rows is None else self.rows.shape[1]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.tables[0].dtype
+    def shard(self, rank: int) -> Shard:
+        """The shard of a rank. The shard that was open before is closed first, so that memory holds one."""
+        if self._opened is None or self._opened.rank != rank:
+            self._opened = None
+            assert self.folder is not None
+            self._opened = open_shard(self.folder, rank, split=self.split)
+        return self._opened
 
-    @property
-    def version(self) -> int | None:
-        """The sum of the shards' versions: it changes with each of them. None if one of them has none."""
-        total = 0
-        for table in self.tables:
-            version = table.version
-            if version is None:
-                return None
-            total += version
-        return total
+    @cached_property
+    def position(self) -> Tensor:
+        """[num_nodes] int64: the position of each node id."""
+        position = torch.empty_like(self.nodes)
+        position[self.nodes] = torch.arange(self.num_nodes)
+        return position
 
-    def read(self, ids: Tensor) -> Tensor:
-        positions = self.position[ids]
-        rows = torch.empty((ids.numel(), *self.shape[1:]), dtype=self.dtype)
-        first = 0
-        for table, stop in zip(self.tables, self.stops, strict=True):
-            is_in_shard = (positions >= first) & (positions < stop)
-            idx = is_in_shard.nonzero().view(-1)
-            if idx.numel():
-                rows[idx] = table.read(positions[idx] - first)
-            first = stop
-        return rows
+    def __repr__(self) -> str:
+        return f"AllShards({self.name!r}, {self.num_shards} shards, {self.num_nodes:,} nodes, {self.num_edges:,} edges)"
 
 
 def join_shards(folder: str | os.PathLike[str], *, split: int = 0) -> Dataset:
@@ -147,12 +164,6 @@ def _join_tables(tables: Sequence[Table], position: Tensor) -> Table:
 
     position: [num_nodes] int64, by node id.
     """
-    sparse = [table for table in tables if isinstance(table, SparseTable)]
-    if not sparse:
-        return RowsOfShards(tables, position)
-    counts = torch.cat([table.indptr.diff() for table in sparse])
-    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
-    columns = torch.cat([table.columns for table in sparse])
-    values = torch.cat([table.values for table in sparse])
-    by_position = SparseTable(indptr, columns, values, sparse[0].num_columns)
-    return SparseTable(*by_position.read_csr(position), by_position.num_columns)
+    joined = StackedTable(tables, position)
+    csr = joined.read_csr(torch.arange(position.numel()))
+    return joined if csr is None else SparseTable(*csr, joined.shape[1])

@@ -1,4 +1,7 @@
-"""`ShardedData`: a dataset that the Trainer sees as a whole, while every rank has one shard of it."""
+"""`ShardedData`: a dataset that the Trainer sees as a whole, while every rank has one shard of it.
+
+`DatasetInShards` is what it has in common with `AllShards`, of which one process has all shards.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import copy
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -21,12 +24,85 @@ from hopline.tables import Table
 from hopline.tasks.settings import LabelFacts
 
 
-class ShardedData(Dataset):
+class DatasetInShards(Dataset):
+    """A dataset whose edges, features and labels are in shards. Its sizes and the ids of its splits are here.
+
+    Code that asks for the whole graph or for all features gets a ValueError.
+
+    shard: any of the shards, for what all of them know.
+    """
+
+    _advice: str
+    """What to do where the whole graph is needed: the end of an error message."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.name = shard.name
+        self.task = shard.task
+        self.num_classes = shard.num_classes
+        self.tables = {}
+        self.y = None
+        self.alternatives = ()  # published splits to choose from: `open_shard` has chosen one
+        self.meta = shard.meta
+        self.cut = shard.cut
+        """A hash of the dataset and its partition."""
+        self._num_nodes = shard.num_nodes
+        self._num_edges = shard.num_edges
+        self._edge_arrays = shard.edge
+
+    @property
+    def graph(self) -> Graph:  # type: ignore[override]
+        """Refused: no rank has the whole graph."""
+        raise ValueError(f"dataset {self.name!r} is in shards, {self._advice}")
+
+    @property
+    def x(self) -> Table:
+        """Refused: features are in the shards."""
+        raise self._refusal()
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @property
+    def num_edges(self) -> int:
+        return self._num_edges
+
+    @property
+    def edge_arrays(self) -> Mapping[str, Tensor]:
+        return self._edge_arrays
+
+    @property
+    def is_symmetric(self) -> bool | None:
+        return True if self.meta.get("symmetric") is True else None
+
+    def contents(self) -> dict[str, str]:
+        """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
+        return {"cut": self.cut}
+
+    def with_fields(self, **fields: Any) -> Self:
+        """A copy with other labels, another task, other classes or another `meta`."""
+        if "tables" in fields or "graph" in fields:
+            raise self._refusal()
+        copied = copy.copy(self)
+        copied.y = fields.get("y", self.y)
+        copied.task = fields.get("task", self.task)
+        copied.num_classes = fields.get("num_classes", self.num_classes)
+        copied.meta = fields.get("meta", self.meta)
+        return copied
+
+    def _refusal(self) -> ValueError:
+        """The error for features or edges that would have to be changed, and are in the files of shards."""
+        return ValueError(
+            f"the features or edges of {self.name!r} must be changed for this run, and it is in shards: give data= the "
+            "dataset that was partitioned"
+        )
+
+
+class ShardedData(DatasetInShards):
     """A dataset in shards. This rank has one of them: `shard`.
 
     All ranks know the sizes of the dataset and the ids of its splits. Edges, tables and labels of this
-    rank's nodes are in `shard`. Here `tables` is empty and `y` is None. Code that asks for the whole graph
-    gets a ValueError.
+    rank's nodes are in `shard`. Here `tables` is empty and `y` is None.
 
     The constructor is collective, since the ranks compare their shards and gather the splits. All ranks
     call it together, usually by `hl.shards.open`, which is `open_sharded` of this module.
@@ -47,34 +123,19 @@ class ShardedData(Dataset):
         (4, [1, 3])
     """
 
+    _advice = (
+        "of which this rank has one, and this method or model needs the whole graph: train by method=sampled or "
+        "method=full_batch with layers whose widths are known, or open the dataset that was partitioned"
+    )
+
     def __init__(self, shard: Shard, world: World | None = None) -> None:
+        super().__init__(shard)
         self.shard = shard
         self.channel = Channel(world)
         check_fits(shard, self.channel)
-        self.name = shard.name
-        self.task = shard.task
-        self.num_classes = shard.num_classes
-        self.tables = {}
-        self.y = None
-        self.alternatives = ()  # published splits to choose from: `open_shard` has chosen one
         # `Channel.all_gather` gathers the ids of all ranks, shard after shard. A `Dataset` has its split ids sorted.
         self.splits = {name: self.channel.all_gather(ids).sort().values for name, ids in shard.splits.items()}
-        self.meta = shard.meta
         self.folder = shard.folder
-
-    @property
-    def graph(self) -> Graph:  # type: ignore[override]
-        """Refused: no rank has the whole graph."""
-        raise ValueError(
-            f"dataset {self.name!r} is in shards, of which this rank has one, and this method or model needs the whole "
-            "graph: train by method=sampled or method=full_batch with layers whose widths are known, or open the "
-            "dataset that was partitioned"
-        )
-
-    @property
-    def x(self) -> Table:
-        """Refused: features are in the shards."""
-        raise refuse_change(self)
 
     def label_facts(self, ids: Tensor) -> LabelFacts:
         """What a task is told about the labels of these nodes. Collective if the task adds numbers over the ranks."""
@@ -91,32 +152,12 @@ class ShardedData(Dataset):
         summed = world.sum(numbers.reshape(-1).tolist())
         return torch.tensor(summed, dtype=numbers.dtype).reshape(numbers.shape)
 
-    @property
-    def edge_arrays(self) -> Mapping[str, Tensor]:
-        return self.shard.edge
-
-    @property
-    def is_symmetric(self) -> bool | None:
-        return True if self.meta.get("symmetric") is True else None
-
-    def with_fields(self, **fields: Any) -> ShardedData:
-        return copy_with(self, fields)
-
     def _no_labels_error(self) -> ValueError:
         """The error of `Dataset.labels` and `Dataset.train_ids`: each rank has the labels of its own nodes."""
         return ValueError(
             f"dataset {self.name!r} is in shards, of which this rank has one: its labels are data.shard.labels, and a "
             "split is drawn before the dataset is cut, by `hopline convert DATASET FOLDER split=0.6,0.2,0.2`"
         )
-
-    @property
-    def num_nodes(self) -> int:
-        """Nodes of all shards: a shard knows the size of the whole dataset."""
-        return self.shard.num_nodes
-
-    @property
-    def num_edges(self) -> int:
-        return self.shard.num_edges
 
     @property
     def num_features(self) -> int:
@@ -133,39 +174,12 @@ class ShardedData(Dataset):
         copied.shard = replace(self.shard, tables={**tables, "x": function(tables["x"])})
         return copied
 
-    def contents(self) -> dict[str, str]:
-        """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
-        return {"cut": self.shard.cut}
-
     def facts(self) -> dict[str, Fact]:
         """The hash that all shards of one cut share. It stands for the arrays of the whole dataset."""
-        return {"the cut of the dataset": Fact("", checksum=self.shard.cut)}
+        return {"the cut of the dataset": Fact("", checksum=self.cut)}
 
     def __repr__(self) -> str:
         return f"ShardedData({self.shard!r})"
-
-
-T = TypeVar("T", bound=Dataset)
-
-
-def copy_with(data: T, fields: dict[str, Any]) -> T:
-    """A copy of a dataset in shards with other labels, another task, other classes or another `meta`."""
-    if "tables" in fields or "graph" in fields:
-        raise refuse_change(data)
-    copied = copy.copy(data)
-    copied.y = fields.get("y", data.y)
-    copied.task = fields.get("task", data.task)
-    copied.num_classes = fields.get("num_classes", data.num_classes)
-    copied.meta = fields.get("meta", data.meta)
-    return copied
-
-
-def refuse_change(data: Dataset) -> ValueError:
-    """The error for features or edges that would have to be changed, and are in the files of shards."""
-    return ValueError(
-        f"the features or edges of {data.name!r} must be changed for this run, and it is in shards: give data= the "
-        "dataset that was partitioned"
-    )
 
 
 def open_sharded(folder: str | os.PathLike[str], world: World | None = None, *, split: int = 0) -> ShardedData:

@@ -28,8 +28,8 @@ CHUNK = 1 << 22
 """Nodes or edges that are checked at a time, to limit the memory of temporary arrays."""
 
 
-def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:
-    """Open all shards of a folder.
+def open_shards(folder: str | os.PathLike[str], split: int = 0) -> list[Shard]:
+    """Open all shards of a folder. split: which published split is the current one.
 
     Raises:
         ValueError: A shard is missing or of another cut, or the folder is that of one shard.
@@ -37,7 +37,7 @@ def open_shards(folder: str | os.PathLike[str]) -> list[Shard]:
     path, _, about = read_shard_record(folder)
     if "rank" in about:
         raise ValueError(f"{folder} is one shard of several: give the folder above it, {path.parent}")
-    shards = [open_shard(path, rank) for rank in range(about["num_shards"])]
+    shards = [open_shard(path, rank, split=split) for rank in range(about["num_shards"])]
     for shard in shards:
         if shard.cut != about["cut"] or shard.num_shards != about["num_shards"]:
             raise ValueError(f"{shard.folder} is of another cut than {path}: copy all shards of one cut, or {ADVICE}")

@@ -5,6 +5,7 @@ Read `base` first: the contract of a table (`read`, `write`, `tiers`). A table o
 
     memory          rows in a dense tensor
     sparse          rows in CSR form
+    stacked         rows of several tables, such as those of all shards
     ram_cache       copies in RAM of some rows of a slower table
     gpu_cache       copies on the device of some rows of a slower table
     hot_rows        decides which rows are worth a copy
