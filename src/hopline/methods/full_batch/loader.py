@@ -36,17 +36,18 @@ class FullBatchLoader:
     takes as many batches as the others. It calls the model and backward on each of them, even if it has no seeds.
 
     Args:
-        data: The whole dataset on every rank, or this rank's shard.
-        ids: [n] int64: nodes whose outputs are wanted, the same on every rank.
         method: The settings: aggregation, partition and `trim`.
-        num_layers: The number of blocks of a batch.
+        data: The whole dataset on every rank, or this rank's shard.
+        ids: The nodes whose outputs are wanted, as node ids or as the name of a split, the same on every rank.
+        model: A `GNN` or a PyG model.
+        num_layers: The number of blocks of a batch, in place of `model`.
         seed: Seed of the partition and, together with the epoch, of every random draw.
         device: The device of the batches.
         world: The ranks. Default: this process alone.
 
     Raises:
-        ValueError: `aggregation` is "sweep", a setting does not go with the graph or the ranks, or ranks differ in
-            what they were given.
+        ValueError: `aggregation` is "sweep", a setting does not go with the graph, the model or the ranks, or ranks
+            differ in what they were given.
 
     Example:
         >>> from torch_geometric.nn import SAGEConv
@@ -64,32 +65,44 @@ class FullBatchLoader:
 
     def __init__(
         self,
-        data: Dataset,
-        ids: Tensor,
         method: FullBatch,
-        num_layers: int,
+        data: Dataset | Shard,
+        ids: NodeIds | str = "train",
+        *,
+        model: nn.Module | None = None,
+        num_layers: int | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> None:
-        aggregation = method.aggregation
-        if aggregation == "sweep":
+        if isinstance(data, Shard):
+            data = ShardedData(data, world)
+        seeds = find_seeds(data, ids)
+        check_loader_ranks(world, method, data, ids, seed=seed, model=model, num_layers=num_layers)
+        world = World.alone(device) if world is None else world
+        if (model is None) == (num_layers is None):
+            raise ValueError(
+                "give model= that is made of layers (hl.nn.GNN, or a PyG model such as GCN), or num_layers= of a "
+                "module of your own, which runs its convs by hl.nn.convolve(conv, h, block)"
+            )
+        if model is not None:
+            num_layers = _check_layers(method, model, data, world)
+        assert num_layers is not None
+        if num_layers < 1:
+            raise ValueError(f"num_layers must be at least 1, not {num_layers}")
+        if method.aggregation == "sweep":
             raise ValueError(
                 "aggregation=sweep computes forward and backward by itself, part by part: train by hl.Trainer, or set "
                 "aggregation=sequential for a loop of your own"
             )
-        mode: FetchMode = "sequential" if aggregation == "auto" else aggregation
-        if num_layers < 1:
-            raise ValueError(f"num_layers must be at least 1, not {num_layers}")
-
-        world = World.alone(device) if world is None else world
+        mode: FetchMode = "sequential" if method.aggregation == "auto" else method.aggregation
         method = method.for_graph(data.num_nodes)
         check_settings(method, data, world)
         self.seed = seed
         self.world = world
         self._batches = ShardBatches(
             data=data,
-            examples=Examples(ids),
+            examples=Examples(seeds),
             method=method,
             mode=mode,
             num_layers=num_layers,
@@ -113,47 +126,16 @@ class FullBatchLoader:
         self._batches.transport.end_step()
 
 
-def make_loader(
-    method: FullBatch,
-    data: Dataset | Shard,
-    ids: NodeIds | str,
-    *,
-    model: nn.Module | None,
-    num_layers: int | None,
-    seed: int,
-    device: torch.device | str,
-    world: World | None,
-) -> FullBatchLoader:
-    """Make the loader of `FullBatch.loader`, which describes the arguments."""
-    if isinstance(data, Shard):
-        data = ShardedData(data, world)
-    seeds = find_seeds(data, ids)
-    check_loader_ranks(world, method, data, ids, seed=seed, model=model, num_layers=num_layers)
-    is_exactly_one_given = (model is None) != (num_layers is None)
-    if not is_exactly_one_given:
+def _check_layers(method: FullBatch, model: nn.Module, data: Dataset, world: World) -> int:
+    """The number of layers of a model, whose gradients are exact over shards. Raises a ValueError if they are not."""
+    inner = unwrap(model)
+    if not is_layered(inner):
         raise ValueError(
-            "give model= that is made of layers (hl.nn.GNN, or a PyG model such as GCN), or num_layers= of a module of "
-            "your own, which runs its convs by hl.nn.convolve(conv, h, block)"
+            f"{type(inner).__name__} is not made of layers, of which each goes over all shards: give num_layers= in "
+            "place of model=, and run its convs by hl.nn.convolve(conv, h, block)"
         )
-    if model is not None:
-        inner = unwrap(model)
-        if not is_layered(inner):
-            raise ValueError(
-                f"{type(inner).__name__} is not made of layers, of which each goes over all shards: give num_layers= "
-                "in place of model=, and run its convs by hl.nn.convolve(conv, h, block)"
-            )
-        refuse_batches(inner)  # a PyG model that is called with a batch will raise an error with advice
-        batch_model = as_batch_model(inner)
-        assert isinstance(batch_model, GNN)
-        check_model(method, batch_model, data, World.alone(device) if world is None else world)
-        num_layers = batch_model.num_layers
-    assert num_layers is not None
-    return FullBatchLoader(
-        data=data,
-        ids=seeds,
-        method=method,
-        num_layers=num_layers,
-        seed=seed,
-        device=device,
-        world=world,
-    )
+    refuse_batches(inner)  # a PyG model that is called with a batch will raise an error with advice
+    batch_model = as_batch_model(inner)
+    assert isinstance(batch_model, GNN)
+    check_model(method, batch_model, data, world)
+    return batch_model.num_layers

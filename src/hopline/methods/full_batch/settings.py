@@ -117,6 +117,8 @@ class FullBatch(Method):
         place of `model` for a module of your own, which calls `hl.nn.convolve`. world: the ranks that share
         the graph (docs/loops_over_parts.md).
         """
-        from hopline.methods.full_batch.loader import make_loader
+        from hopline.methods.full_batch.loader import FullBatchLoader
 
-        return make_loader(self, data, ids, model=model, num_layers=num_layers, seed=seed, device=device, world=world)
+        return FullBatchLoader(
+            self, data, ids, model=model, num_layers=num_layers, seed=seed, device=device, world=world
+        )

@@ -102,10 +102,10 @@ class HistoricalLoader(NotCopied):
     every turn.
 
     Args:
-        data: The dataset.
-        ids: [n] int64: nodes to train on. One may come several times.
         method: The settings: parts, groups and tables.
-        model: A `GNN` or a PyG model.
+        data: The dataset.
+        ids: The nodes to train on, as node ids or as the name of a split. One may come several times.
+        model: A `GNN`, a PyG model, or a module of your own with `hl.nn.push_and_pull`.
         seed: Seed of the partition and, together with the epoch, of every random draw.
         device: The device of the batches and of the model.
         world: The ranks. Default: this process alone.
@@ -138,14 +138,19 @@ class HistoricalLoader(NotCopied):
 
     def __init__(
         self,
-        data: Dataset,
-        ids: Tensor,
         method: Historical,
+        data: Dataset,
+        ids: NodeIds | str = "train",
+        *,
         model: nn.Module,
         seed: int = 0,
         device: torch.device | str = "cpu",
         world: World | None = None,
     ) -> None:
+        seeds = find_seeds(data, ids)
+        check_loader_ranks(world, method, data, ids, seed=seed, model=model)
+        inner = unwrap(model)
+        refuse_batches(inner)  # a user's model that is called with a batch, which it cannot read, raises with advice
         for name in ("compensate", "lipschitz"):
             if getattr(method, name):
                 raise ValueError(
@@ -153,7 +158,7 @@ class HistoricalLoader(NotCopied):
                     f"hl.Trainer, or leave out {name}="
                 )
         job: Job = make_job(
-            model, data, examples=ids, seed=seed, device=torch.device(device), world=world, say=logger.info
+            inner, data, examples=seeds, seed=seed, device=torch.device(device), world=world, say=logger.info
         )
         self.data = data
         self.world = job.world
@@ -252,29 +257,3 @@ class HistoricalLoader(NotCopied):
 
 def _with_turn(batch: Batch, turn: Turn | None) -> HaloBatch:
     return HaloBatch(**{field.name: getattr(batch, field.name) for field in fields(Batch)}, turn=turn)
-
-
-def make_loader(
-    method: Historical,
-    data: Dataset,
-    ids: NodeIds | str,
-    *,
-    model: nn.Module,
-    seed: int,
-    device: torch.device | str,
-    world: World | None,
-) -> HistoricalLoader:
-    """Make the loader of `Historical.loader`, which describes the arguments."""
-    seeds = find_seeds(data, ids)
-    check_loader_ranks(world, method, data, ids if isinstance(ids, str) else seeds, seed=seed, model=model)
-    inner = unwrap(model)
-    refuse_batches(inner)  # a user's model that is called with a batch, which it cannot read, raises with advice
-    return HistoricalLoader(
-        data=data,
-        ids=seeds,
-        method=method,
-        model=inner,
-        seed=seed,
-        device=device,
-        world=world,
-    )

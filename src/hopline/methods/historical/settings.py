@@ -171,6 +171,6 @@ class Historical(Method):
         or a number for `refresh_every`, an exact forward pass of it fills the tables. world: the ranks that
         train together. At each step every rank has a batch, which may be empty (docs/loops_over_parts.md).
         """
-        from hopline.methods.historical.loader import make_loader
+        from hopline.methods.historical.loader import HistoricalLoader
 
-        return make_loader(self, data, ids, model=model, seed=seed, device=device, world=world)
+        return HistoricalLoader(self, data, ids, model=model, seed=seed, device=device, world=world)
