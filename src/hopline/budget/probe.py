@@ -20,6 +20,7 @@ from hopline.core.batch import Batch
 from hopline.core.batch_sizes import Sizes
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
+from hopline.device.snapshots import preserve_rng
 from hopline.nn.probe import copy_module
 from hopline.units.batch_unit import BatchUnit
 from hopline.units.job import for_copy
@@ -49,10 +50,9 @@ def measure_steps(
     """
     job = job_of(outline)
     num_train = len(outline.job.examples)
-    gpus = [outline.device] if outline.device.type == "cuda" else []
     num_seeds = 1
     is_first = True
-    with torch.random.fork_rng(gpus), own_threads(job):
+    with preserve_rng(outline.device), own_threads(job):
         while True:
             try:
                 batch = draw(num_seeds)

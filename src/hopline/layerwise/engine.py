@@ -38,6 +38,7 @@ from hopline import ops
 from hopline.core.batch import Batch, Block, LayerHooks
 from hopline.core.row_handles import Rows, as_tensor
 from hopline.device import pinned
+from hopline.device.snapshots import preserve_rng
 from hopline.nn.gnn import GNN, State
 from hopline.nn.smoothness import smoothness_penalty
 from hopline.pipeline.stages import Pipeline, Stage
@@ -481,7 +482,7 @@ class Layers(Generic[C]):
         if self.key is None:
             yield
             return
-        with torch.random.fork_rng([self.device] if self.device.type == "cuda" else []):
+        with preserve_rng(self.device):
             torch.manual_seed(ops.derive_key(self.key, l, piece.number))
             yield
 

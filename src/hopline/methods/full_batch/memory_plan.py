@@ -26,6 +26,7 @@ from hopline.core.graph import Graph
 from hopline.core.partition import Partition
 from hopline.data.dataset import Dataset
 from hopline.device.meter import meter_of
+from hopline.device.snapshots import preserve_rng
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.full_batch.work import ShardedWork, choose_aggregation
 from hopline.methods.partitioned.layer_bytes import LayerBytes, measured_layers
@@ -178,8 +179,7 @@ def _measured_shards(method: FullBatch, outline: Outline, model: GNN, mode: Fetc
     predictor = Predictor(costs_of(model, outline.data.tables.get("x"), model.num_layers))
     num_nodes = outline.data.num_nodes
     count = min(FIRST_NODES, num_nodes)
-    gpus = [job.device] if job.device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), own_threads(job):
+    with preserve_rng(job.device), own_threads(job):
         while True:
             data = _shrink(outline.data, count)
             sizes = _whole_sizes(count, data.num_edges, model.num_layers)

@@ -22,6 +22,7 @@ from hopline import ops
 from hopline.budget.plan import Plan
 from hopline.contract import Guard, Job, Unit, Work
 from hopline.core.batch import Batch
+from hopline.device.snapshots import preserve_rng
 from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
@@ -245,7 +246,7 @@ class ShardedUnit(Unit):
             with trace.span("forward", job.device):
                 outputs = job.model(batch)
             # The loss must draw the same random numbers on all ranks, and leave the generator of the model as it was.
-            with torch.random.fork_rng([job.device] if job.device.type == "cuda" else []):
+            with preserve_rng(job.device):
                 torch.manual_seed(self.key)
                 whole_batch = self._gather_seeds(batch)
                 loss = loss_at_outputs(job, whole_batch, self._gather(outputs.detach()), 1 / total)

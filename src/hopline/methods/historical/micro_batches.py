@@ -36,16 +36,15 @@ from hopline.budget.micro_batches import batch_of_block, check_split, edges_of_r
 from hopline.core.batch import Batch, Block
 from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import Rows
-from hopline.device.meter import Meter, meter_of
+from hopline.device.meter import Meter
 from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
 from hopline.methods.historical.batches import HistoricalBatch
 from hopline.methods.historical.compensation import compensation_gradient
 from hopline.methods.historical.step import HistoricalUnit
-from hopline.methods.partitioned.layer_bytes import LayerBytes, ZeroRows, loss_for_probe
+from hopline.methods.partitioned.layer_bytes import LayerBytes, ZeroRows, measure_layer
 from hopline.methods.partitioned.memory_plan import ENOUGH_NODES, MAP_BYTES_PER_NODE
 from hopline.methods.partitioned.sweep_loss import make_sweep_loss
 from hopline.nn.gnn import GNN
-from hopline.tables.history import report_ages
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_at_outputs import LOSS_COPIES
 from hopline.util import trace
@@ -333,24 +332,17 @@ class Probe:
 
     def _measure(self, l: int, run: slice, layers: LayerBytes) -> int:
         """Run layer `l` forward and backward on a run of nodes. Returns its peak in bytes, which `layers` learns."""
-        job = self.work.job
-        is_last = l == self.plan.last
         micro_batch = MicroBatch(self.hist_batch, 0, run)
-        objective = loss_for_probe(job)
-        job.module.zero_grad(set_to_none=True)  # as at the beginning of a step
-        with meter_of(job.device) as meter, autocast(job):
+        is_last = l == self.plan.last
+
+        def make_piece() -> Piece:
             piece = self.plan.piece(l, micro_batch)
-            if is_last and not micro_batch.has_seeds:
-                piece = replace(piece, batch=self._with_seeds(piece))
-            with self.layers.same_draws(l, piece):
-                if is_last:
-                    self.layers.from_loss(piece, objective)
-                else:
-                    self.layers.through_layer(l, piece)
+            lacks_seeds = is_last and not micro_batch.has_seeds
+            return replace(piece, batch=self._with_seeds(piece)) if lacks_seeds else piece
+
         # Without seeds the last layer has no loss to go back from, so its peak would be too low to learn from.
-        if not is_last or self.hist_batch.batch.num_seeds:
-            layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes)
-        return meter.peak_bytes
+        has_loss = not is_last or self.hist_batch.batch.num_seeds > 0
+        return measure_layer(self.layers, l, make_piece, self.work.job, layers if has_loss else None)
 
     def _with_seeds(self, piece: Piece) -> Batch:
         """The batch of a piece without seeds, with all its nodes as seeds of the same label.
@@ -608,73 +600,70 @@ class BatchRows(Boundaries):
 
 @dataclass(eq=False)
 class GuardedHistoricalUnit(HistoricalUnit):
-    """One batch within the guard's limit: whole if it fits, else in micro-batches."""
+    """One batch within the guard's limit: whole if it fits, else in micro-batches.
+
+    It is the `SplittableStep` that the guard runs.
+    """
+
+    smaller_by: str = "parts_per_batch"
+    step_total: float = 1.0
+    """Examples of the optimizer step, over all ranks, in `forward_backward`."""
 
     def forward_backward(self, total: float) -> Tensor:
         if self.hist_batch is None or not self.has_gradient:
             return super().forward_backward(total)
-        return self.guard.step(HistoricalStep(self, self.hist_batch, total))
+        self.step_total = total
+        return self.guard.step(self)
 
     def _forward_only(self) -> None:
-        if self.hist_batch is not None:
-            step = HistoricalStep(self, self.hist_batch, total=1)
-            if self.guard.must_split(step):
-                step.split().forward()
-                return
-        super()._forward_only()
+        if self.hist_batch is not None and self.guard.must_split(self):
+            self.split().forward()
+        else:
+            super()._forward_only()
 
     @property
     def guard(self) -> Guard:
         assert self.work.guard is not None
         return self.work.guard
 
-
-@dataclass(eq=False)
-class HistoricalStep:
-    """The step of one batch as a `SplittableStep`, which a guard runs whole or in micro-batches."""
-
-    unit: GuardedHistoricalUnit
-    hist_batch: HistoricalBatch
-    total: float
-    """Examples of the optimizer step, over all ranks."""
-    smaller_by: str = "parts_per_batch"
+    @property
+    def _batch(self) -> HistoricalBatch:
+        assert self.hist_batch is not None
+        return self.hist_batch
 
     def sizes(self) -> Sizes:
-        return whole_sizes(self.hist_batch)
+        return whole_sizes(self._batch)
 
     def bound_bytes(self) -> float:
-        return self.unit.work.layer_bytes.together(self.sizes())
+        return self.work.layer_bytes.together(self.sizes())
 
     def run_whole(self) -> Tensor:
-        return HistoricalUnit.forward_backward(self.unit, self.total)
+        return super().forward_backward(self.step_total)
 
     def split(self) -> MicroBatches:
         """Split the batch into micro-batches that fit, and tell the guard how many."""
-        work = self.unit.work
-        check_micro_batches(work.model)
-        micro_batches = MicroBatches(work, self.hist_batch, self.unit.guard)
-        self.unit.guard.note_split(len(micro_batches.all))
+        check_micro_batches(self.work.model)
+        micro_batches = MicroBatches(self.work, self._batch, self.guard)
+        self.guard.note_split(len(micro_batches.all))
         return micro_batches
 
     def run_in_micro_batches(self, meter: Meter, set_predicted_bytes: Callable[[float], None]) -> Tensor:
-        work = self.unit.work
+        work = self.work
         micro_batches = self.split()
         set_predicted_bytes(micro_batches.predicted_bytes)
-        ages = self.hist_batch.row_reader.ages(self.hist_batch.halo.positions)
-        report_ages(ages)
-        work.drift.observe_ages(ages)
+        self.report_ages(self._batch)
 
         micro_batches.meter = meter
         micro_batches.forward()
-        loss = micro_batches.backward(self.total)
+        loss = micro_batches.backward(self.step_total)
         micro_batches.meter = None
         for l, highest in micro_batches.highest_peaks.items():
             work.layer_bytes.learn(l, highest.sizes, highest.peak_bytes)
 
         # Back from the mean over the step to the summed loss, whose gradients the tables hold.
         if work.method.compensate:
-            self.unit.row_gradients = {l: rows.mul_(self.total) for l, rows in sorted(micro_batches.totals.items())}
+            self.row_gradients = {l: rows.mul_(self.step_total) for l, rows in sorted(micro_batches.totals.items())}
         return loss
 
     def reset(self) -> None:
-        self.hist_batch.halo.reset()
+        self._batch.halo.reset()

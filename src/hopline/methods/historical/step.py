@@ -73,9 +73,7 @@ class HistoricalUnit(Unit):
             self._forward_only()
             return torch.zeros((), device=job.device)
         weight = self.weight
-        ages = hist_batch.row_reader.ages(hist_batch.halo.positions)
-        report_ages(ages)
-        work.drift.observe_ages(ages)
+        self.report_ages(hist_batch)
 
         with autocast(job), trace.span("forward", job.device):
             if self.size:
@@ -98,6 +96,12 @@ class HistoricalUnit(Unit):
         if work.method.compensate:
             self.row_gradients = {l: h.grad * total for l, h in hist_batch.halo.rows.items() if h.grad is not None}
         return loss.detach() * weight
+
+    def report_ages(self, hist_batch: HistoricalBatch) -> None:
+        """Report the ages of the rows that a batch is about to pull."""
+        ages = hist_batch.row_reader.ages(hist_batch.halo.positions)
+        report_ages(ages)
+        self.work.drift.observe_ages(ages)
 
     def push_only(self) -> None:
         self._forward_only()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hopline.core.row_handles import Readable
 from hopline.core.sampler import full_block
 from hopline.device.meter import meter_of
 from hopline.device.out_of_memory import free_memory, is_out_of_memory
+from hopline.device.snapshots import preserve_rng
 from hopline.layerwise.engine import Boundaries, Layers, Piece
 from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
 from hopline.methods.partitioned.sweep import AllParts
@@ -156,8 +158,7 @@ def measure_layers(layers: LayerBytes, partitioned: PartitionedGraph, max_bytes:
     by_degree = graph.in_degrees().argsort(stable=True)
     hub = by_degree[-1:]
     probe = _LayerProbe(layers, partitioned)
-    gpus = [job.device] if job.device.type == "cuda" else []
-    with torch.random.fork_rng(gpus), own_threads(job):
+    with preserve_rng(job.device), own_threads(job):
         try:
             probe.measure(by_degree[:1])  # the first step of a predictor does not count
             allowed_bytes = max(max_bytes, probe.measure(hub))
@@ -202,22 +203,8 @@ class _LayerProbe:
     def measure(self, nodes: Tensor) -> int:
         """The peak of the largest layer at these nodes, in bytes. The layers learn from it."""
         job = self.partitioned.job
-        peak_bytes = 0
-        for l in range(self.partitioned.model.num_layers):
-            job.module.zero_grad(set_to_none=True)
-            start_s = time.perf_counter()
-            with meter_of(job.device) as meter, autocast(job):
-                piece = self._piece(nodes)
-                with self.engine.same_draws(l, piece):
-                    if l == self.engine.last:
-                        self.engine.from_loss(piece, loss_for_probe(job))
-                    else:
-                        self.engine.through_layer(l, piece)
-            seconds = seconds_since(start_s, job.device)
-            self.layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes, seconds)
-            peak_bytes = max(peak_bytes, meter.peak_bytes)
-            del piece
-        return peak_bytes
+        make_piece = partial(self._piece, nodes)
+        return max(measure_layer(self.engine, l, make_piece, job, self.layers) for l in range(self.engine.last + 1))
 
     def _piece(self, nodes: Tensor) -> Piece:
         """A piece of these nodes. All of them are seeds, with the label of a training node."""
@@ -244,6 +231,24 @@ class _LayerProbe:
         return Piece(block=batch.blocks[-1], src=positions, dst=positions[: nodes.numel()], batch=batch)
 
 
-def loss_for_probe(job: Job) -> SweepLoss:
-    """The usual loss; for one of the user's own, which needs all seeds at once, gradients of zeros."""
-    return SummedLoss(job, scale=1.0) if job.task.is_mean else FixedGradients(job, scale=1.0)
+def measure_layer(
+    engine: Layers[Any], l: int, make_piece: Callable[[], Piece], job: Job, layers: LayerBytes | None
+) -> int:
+    """Run layer `l` forward and backward at a piece. Returns its peak in bytes, with the piece's own.
+
+    Gradients of the parameters are dropped before. layers: learn from it. None: nobody does.
+    """
+    # The usual loss; for one of the user's own, which needs all seeds at once, gradients of zeros.
+    objective = SummedLoss(job, scale=1.0) if job.task.is_mean else FixedGradients(job, scale=1.0)
+    job.module.zero_grad(set_to_none=True)
+    start_s = time.perf_counter()
+    with meter_of(job.device) as meter, autocast(job):
+        piece = make_piece()
+        with engine.same_draws(l, piece):
+            if l == engine.last:
+                engine.from_loss(piece, objective)
+            else:
+                engine.through_layer(l, piece)
+    if layers is not None:
+        layers.learn(l, Sizes.of_blocks((piece.block,)), meter.peak_bytes, seconds_since(start_s, job.device))
+    return meter.peak_bytes
