@@ -233,9 +233,6 @@ def test_edge_counts_cut_fraction_and_halo_sizes_of_two_parts() -> None:
     assert edge_counts(graph, partition).tolist() == [[1, 3], [1, 1]]
     assert cut_fraction(graph, partition) == pytest.approx(4 / 6)
     assert halo_sizes(graph, partition).tolist() == [2, 1]
-    assert halo_sizes(graph, partition, [[1], torch.tensor([0, 1])]).tolist() == [1, 0]
-    with pytest.raises(ValueError, match="from 0 to 1"):
-        halo_sizes(graph, partition, [[2]])
 
 
 def test_describe_shows_sizes_cut_halos_and_edge_counts() -> None:
@@ -251,7 +248,6 @@ def test_describe_shows_sizes_cut_halos_and_edge_counts() -> None:
         "        0      1      3",
         "        1      1      1",
     ]
-    assert "of a group: 0.00 to 0.00" in describe(graph, partition, [[0, 1]])
     many = make_partition(random_graph(), 17, "random")
     assert len(describe(random_graph(), many).splitlines()) == 4
 

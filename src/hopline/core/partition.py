@@ -373,19 +373,9 @@ def cut_fraction(graph: Graph, partition: Partition) -> float:
     return cpu_partition.cut_edges(indptr, indices, part_of) / max(1, graph.num_edges)
 
 
-def halo_sizes(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> Tensor:
-    """[P] int64: the size of each part's halo, the nodes outside the part that have an edge into it.
-
-    groups: lists of parts. Each list counts as one part, and the result has an entry per list.
-    """
-    if groups is None:
-        groups = [[part] for part in range(partition.num_parts)]
-    tensors = [torch.as_tensor(group).long() for group in groups]
-    parts = torch.cat([*tensors, torch.empty(0, dtype=torch.int64)])  # `cat` needs at least one tensor
-    if parts.numel() and not 0 <= int(parts.min()) <= int(parts.max()) < partition.num_parts:
-        raise ValueError(f"groups name parts from 0 to {partition.num_parts - 1}, not {parts.min()} to {parts.max()}")
-    group_ptr = torch.tensor([0, *(group.numel() for group in tensors)]).cumsum(0)
-    return torch.from_numpy(cpu_partition.halo_sizes(*_arrays(graph, partition), parts.numpy(), group_ptr.numpy()))
+def halo_sizes(graph: Graph, partition: Partition) -> Tensor:
+    """[P] int64: the size of each part's halo, the nodes outside the part that have an edge into it."""
+    return torch.from_numpy(cpu_partition.halo_sizes(*_arrays(graph, partition)))
 
 
 def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -398,23 +388,17 @@ def _arrays(graph: Graph, partition: Partition) -> tuple[np.ndarray, np.ndarray,
     return graph.indptr.numpy(), graph.indices.numpy(), *parts
 
 
-def describe(graph: Graph, partition: Partition, groups: Sequence[Sequence[int] | Tensor] | None = None) -> str:
+def describe(graph: Graph, partition: Partition) -> str:
     """A text of a few lines: part sizes, share of edges between parts, halos, and for few parts the edge counts."""
     sizes = partition.sizes
-    if groups is None:
-        what = "part"
-        group_sizes = sizes
-    else:
-        what = "group"
-        group_sizes = torch.stack([sizes[torch.as_tensor(group).long()].sum() for group in groups])
-    halos = halo_sizes(graph, partition, groups)
-    per_node = halos / group_sizes
+    halos = halo_sizes(graph, partition)
+    per_node = halos / sizes
     lines = [
         f"{partition!r}",
         f"  sizes: {int(sizes.min()):,} to {int(sizes.max()):,}, mean {partition.num_nodes / partition.num_parts:,.0f}",
         f"  cut: {cut_fraction(graph, partition):.1%} of {graph.num_edges:,} edges",
-        f"  halo nodes per node of a {what}: {per_node.min():.2f} to {per_node.max():.2f}, "
-        f"mean {int(halos.sum()) / int(group_sizes.sum()):.2f}",
+        f"  halo nodes per node of a part: {per_node.min():.2f} to {per_node.max():.2f}, "
+        f"mean {int(halos.sum()) / partition.num_nodes:.2f}",
     ]
     if partition.num_parts <= LARGEST_SHOWN:
         lines.append("  edges into a part (row) from a part (column):")

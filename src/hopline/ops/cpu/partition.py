@@ -15,7 +15,7 @@ The other public functions:
     undirected        the graph with every edge in both directions, without repeated edges
     cut_edges         the number of edges between different parts
     edge_counts       the number of edges between each pair of parts
-    halo_sizes        the number of halo nodes of each group of parts
+    halo_sizes        the number of halo nodes of each part
     add_to_sources    a sum over each node's out-edges: by it, callers count how often nodes are read
 
 Memory layout
@@ -26,7 +26,7 @@ Memory layout
     ptr       [num_parts + 1] int64    part p has the nodes order[ptr[p] : ptr[p + 1]]
 
 Threads. `stream_parts` and its kernels run in the calling thread: each node's choice depends on the choices
-before it. The other functions divide nodes, edges, parts or groups over threads, and count integers. So no
+before it. The other functions divide nodes, edges or parts over threads, and count integers. So no
 result depends on the number of threads.
 
 Bad input. Only `add_to_sources` checks ids. For the other functions, `core/partition.py` calls
@@ -524,49 +524,32 @@ def edge_counts(
 
 
 @kernel
-def _count_halos(indptr, indices, part_of, order, ptr, groups, group_ptr, sizes, first, last):
-    """Add the halo sizes of the groups first .. last - 1 to `sizes`, see `halo_sizes`.
+def _count_halos(indptr, indices, part_of, order, ptr, sizes, first, last):
+    """Add the halo sizes of the parts first .. last - 1 to `sizes`, see `halo_sizes`.
 
-    `seen_by` holds the last group that has counted each node, `group_of_part` the last group that contains
-    each part. Marks by group number need not be cleared between groups. Each call allocates both: 4 bytes
-    per node and per part.
+    `seen_by` holds the last part that has counted each node, so that marks need not be cleared between parts. Each
+    call allocates it: 4 bytes per node.
     """
     seen_by = np.full(part_of.shape[0], -1, np.int32)
-    group_of_part = np.full(ptr.shape[0], -1, np.int32)
-    for group in range(first, last):
-        parts = groups[group_ptr[group] : group_ptr[group + 1]]
-        for part in parts:
-            group_of_part[part] = group
-        for part in parts:
-            for i in range(ptr[part], ptr[part + 1]):
-                for e in range(indptr[order[i]], indptr[order[i] + 1]):
-                    source = indices[e]
-                    if group_of_part[part_of[source]] != group and seen_by[source] != group:
-                        seen_by[source] = group
-                        sizes[group] += 1
+    for part in range(first, last):
+        for i in range(ptr[part], ptr[part + 1]):
+            for e in range(indptr[order[i]], indptr[order[i] + 1]):
+                source = indices[e]
+                if part_of[source] != part and seen_by[source] != part:
+                    seen_by[source] = part
+                    sizes[part] += 1
 
 
 def halo_sizes(
-    indptr: np.ndarray,
-    indices: np.ndarray,
-    part_of: np.ndarray,
-    order: np.ndarray,
-    ptr: np.ndarray,
-    groups: np.ndarray,
-    group_ptr: np.ndarray,
+    indptr: np.ndarray, indices: np.ndarray, part_of: np.ndarray, order: np.ndarray, ptr: np.ndarray
 ) -> np.ndarray:
-    """[num_groups] int64: the number of halo nodes of each group of parts.
+    """[num_parts] int64: the number of halo nodes of each part.
 
-    A halo node is a source, outside the group, of an edge into it. It counts once, however many edges it has.
-
-    groups: the parts of all groups, one group after the other; group g has
-    groups[group_ptr[g] : group_ptr[g + 1]].
+    A halo node is a source, outside the part, of an edge into it. It counts once, however many edges it has.
     """
-    sizes = np.zeros(group_ptr.shape[0] - 1, dtype=np.int64)
+    sizes = np.zeros(ptr.shape[0] - 1, dtype=np.int64)
     over_ranges(
-        lambda a, b: _count_halos(indptr, indices, part_of, order, ptr, groups, group_ptr, sizes, a, b),
-        sizes.shape[0],
-        indices.shape[0],
+        lambda a, b: _count_halos(indptr, indices, part_of, order, ptr, sizes, a, b), sizes.shape[0], indices.shape[0]
     )
     return sizes
 
