@@ -37,8 +37,6 @@ from hopline.distributed.all_to_all import Channel
 from hopline.shards.layout import ShardLayout
 from hopline.tables import Table
 from hopline.tasks.kinds import LabelKind
-from hopline.tasks.labels import LABELS
-from hopline.tasks.settings import METRICS_OF
 
 VERSION = 1
 """Version of the format of shards. Those of another version are refused."""
@@ -155,16 +153,6 @@ class Shard:
     def num_features(self) -> int:
         """Width of the table "x"; 0 without one."""
         return self.tables["x"].shape[1] if "x" in self.tables else 0
-
-    @property
-    def num_outputs(self) -> int:
-        """The number of values that a model predicts per node."""
-        return LABELS[self.task].num_outputs(self.num_classes)
-
-    @property
-    def metric(self) -> str:
-        """The metric that goes with the task."""
-        return METRICS_OF[self.task][0]
 
     @property
     def labels(self) -> Tensor:

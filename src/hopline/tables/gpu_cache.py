@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -53,17 +53,6 @@ class Counts(TypedDict):
     """Bytes that came from below. A staged row counts once, however often it was read."""
 
 
-class _ReadCounts(NamedTuple):
-    """Rows that were read from the tiers of one device."""
-
-    hits: int = 0
-    """Reads of hot rows."""
-    misses: int = 0
-    """Reads of all other rows, the staged ones included."""
-    from_below: int = 0
-    """Rows that came from below: a staged row counts once, however often it was read."""
-
-
 @dataclass
 class _DeviceTiers:
     """The tiers and counters of one device.
@@ -86,13 +75,16 @@ class _DeviceTiers:
 
     The kernel that stages adds to it (`ops.gpu.tiers.stage`).
     """
-    reported: _ReadCounts = field(default_factory=_ReadCounts)
-    """The reads that the last report had counted."""
+    reported: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.int64))
+    """The result of `count_reads` at the last report."""
 
-    def count_reads(self) -> _ReadCounts:
-        """The reads so far. Synchronises with a GPU."""
+    def count_reads(self) -> Tensor:
+        """[3] int64 on the host: hits, misses, and rows that came from below so far. Synchronises with a GPU.
+
+        A staged row came from below once, however often it was read.
+        """
         hits, direct, staged = self.counts.sum(0).tolist()
-        return _ReadCounts(hits=hits, misses=direct + staged, from_below=direct + int(self.fetched))
+        return torch.tensor([hits, direct + staged, direct + int(self.fetched)])
 
 
 class TieredTable(Shareable, WrappedTable):
@@ -249,9 +241,7 @@ class TieredTable(Shareable, WrappedTable):
     def counters(self) -> Counts:
         """Hits and misses of this process so far, over all its devices. Synchronises with a GPU."""
         reads = [device_tiers.count_reads() for device_tiers in self._device_tiers.values()]
-        hits = sum(device_reads.hits for device_reads in reads)
-        misses = sum(device_reads.misses for device_reads in reads)
-        from_below = sum(device_reads.from_below for device_reads in reads)
+        hits, misses, from_below = torch.stack([torch.zeros(3, dtype=torch.int64), *reads]).sum(0).tolist()
         return Counts(
             hits=hits,
             misses=misses,
@@ -263,9 +253,7 @@ class TieredTable(Shareable, WrappedTable):
         """Add the reads since the last report to the counters of `trace`. Synchronises with a GPU."""
         for device_tiers in self._device_tiers.values():
             reads = device_tiers.count_reads()
-            hits = reads.hits - device_tiers.reported.hits
-            misses = reads.misses - device_tiers.reported.misses
-            from_below = reads.from_below - device_tiers.reported.from_below
+            hits, misses, from_below = (reads - device_tiers.reported).tolist()
             device_tiers.reported = reads
             if hits or misses:
                 trace.count("rows.cache_hit", hits)
