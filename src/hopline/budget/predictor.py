@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -105,12 +105,9 @@ class Costs:
 
     def forward_only(self) -> Costs:
         """The bound for a forward pass without gradients, which keeps no layer for a backward pass."""
-        return Costs(
-            per_node=tuple(FORWARD * num_bytes for num_bytes in self.per_node),
-            per_edge=tuple(FORWARD * num_bytes for num_bytes in self.per_edge),
-            fixed=FORWARD * self.fixed,
-            rounding=self.rounding,
-        )
+        per_node = tuple(FORWARD * num_bytes for num_bytes in self.per_node)
+        per_edge = tuple(FORWARD * num_bytes for num_bytes in self.per_edge)
+        return replace(self, per_node=per_node, per_edge=per_edge, fixed=FORWARD * self.fixed)
 
 
 def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:

@@ -26,8 +26,6 @@ def make_job(
     model: GNN | Whole | None = None,
     examples: Examples | Tensor | None = None,
     task: Task | TaskSettings | None = None,
-    train_step: TrainStep | None = None,
-    test_step: TestStep | None = None,
     seed: int = 0,
     device: torch.device | None = None,
     bf16: bool = False,
@@ -37,11 +35,11 @@ def make_job(
     """The job of a user's module on a dataset.
 
     model: the module as the library runs it, called with a batch; None to make it here. examples: or their nodes; None
-    for those of the task in the training split. task, train_step, test_step: as `bind_task` takes them. device: None
-    for the CPU. world: None for a single process.
+    for those of the task in the training split. task: as `bind_task` takes it. device: None for the CPU. world: None
+    for a single process.
     """
     nodes = examples.nodes if isinstance(examples, Examples) else examples
-    bound = bind_task(task, data, nodes, train_step, test_step)
+    bound = bind_task(task, data, nodes)
     return Job(
         data=data,
         model=as_batch_model(module) if model is None else model,

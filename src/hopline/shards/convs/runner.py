@@ -213,13 +213,10 @@ def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None)
     """
     trial = trial_of(conv)
     graph = probe_graph(convs.edge_rows)
-    x = random_rows(graph.num_nodes, width)
-    probe_x0 = None
-    x0_argument = ()
-    if x0 is not None and takes_x0(conv):
-        probe_x0 = random_rows(graph.num_nodes, x0.size(1))
-        x0_argument = (probe_x0,)
-    whole_output(conv, x, graph, probe_x0)  # for its error alone, if plain PyG cannot run the conv
+    x, *x0_argument = probe_rows(conv, graph, width, x0)
+    whole_output(
+        conv, x, graph, x0_argument[0] if x0_argument else None
+    )  # for its error alone, if plain PyG cannot run the conv
     arguments = edge_arguments(trial, graph.edge, torch.float64)
     with without_caches(trial):
         expected = _output_and_gradients(trial, x, lambda h: trial(h, *x0_argument, graph.edge_index(), **arguments))
@@ -258,6 +255,12 @@ def find_rule(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | None)
     raise CannotSplit(
         f"{type(conv).__name__} cannot run over shards with aggregation={convs.mode}: {reason}. {CONVS_THAT_RUN}"
     )
+
+
+def probe_rows(conv: nn.Module, graph: Graph, width: int, x0: Tensor | None) -> list[Tensor]:
+    """Random rows for the nodes of a tiny graph, of this width, and initial rows like `x0` if the conv takes them."""
+    rows = [random_rows(graph.num_nodes, width)]
+    return rows if x0 is None or not takes_x0(conv) else [*rows, random_rows(graph.num_nodes, x0.size(1))]
 
 
 class MixesRows(CannotSplit):

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from hopline.core.batch import Part
 from hopline.core.row_handles import Handle
-from hopline.nn.conv_adapter import initialise, takes_x0
-from hopline.nn.probe import findings, options_of, probe_graph, random_rows, trial_of
+from hopline.nn.conv_adapter import initialise
+from hopline.nn.probe import findings, options_of, probe_graph, trial_of
 from hopline.shards.convs.edges import ConvEdges, outside_inference_mode
-from hopline.shards.convs.runner import ShardConvs, find_rule, is_close, run_by_rule
+from hopline.shards.convs.runner import ShardConvs, find_rule, is_close, probe_rows, run_by_rule
 from hopline.shards.layout import ShardLayout, contiguous_layout
 from hopline.shards.transports import Transport
 
@@ -181,10 +181,7 @@ def check_one_hop(conv: nn.Module, width: int, convs: ShardConvs, x0: Tensor | N
     rule = find_rule(conv, width, convs, x0)
     trial = trial_of(conv)
     graph = probe_graph(convs.edge_rows)
-    x = random_rows(graph.num_nodes, width)
-    x0_argument = ()
-    if x0 is not None and takes_x0(conv):
-        x0_argument = (random_rows(graph.num_nodes, x0.size(1)),)
+    x, *x0_argument = probe_rows(conv, graph, width, x0)
     whole = ShardConvs.of(contiguous_layout(graph, torch.tensor([0, 5, 8, 12])), mode=convs.mode)
     is_needed = torch.arange(graph.num_nodes) % 3 == 0
     (trimmed,) = trimmed_convs(whole, is_needed, num_layers=1, mode=convs.mode)
