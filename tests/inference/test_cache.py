@@ -53,7 +53,7 @@ def with_new_graph(data: hl.Dataset) -> hl.Dataset:
 
 def cache_of(data: hl.Dataset) -> cache.InferenceCache:
     """The cache of the last inference on the graph of a dataset."""
-    inference_cache = cache.LastInference.on(data.graph).cache
+    inference_cache = data.graph.get_cached(cache.LAST_INFERENCE, dict).get("cache")
     assert inference_cache is not None
     return inference_cache
 

@@ -25,7 +25,7 @@ from hopline.contract import Job
 from hopline.core.examples import Examples
 from hopline.data.synthetic import planted_partition
 from hopline.inference import captured_forward as replayed
-from hopline.inference.cache import LastInference
+from hopline.inference.cache import LAST_INFERENCE
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences, repeats
 from hopline.nn.gnn import GNN
 from hopline.training.evaluation import Measure
@@ -273,7 +273,7 @@ def perturb_weights(model: nn.Module) -> None:
 
 def infer_without_capture(job: Job, ids: Tensor) -> Tensor:
     """The oracle: exact inference kernel by kernel, without a cache."""
-    LastInference.on(job.data.graph).cache = None
+    job.data.graph.get_cached(LAST_INFERENCE, dict).clear()
     return infer.exact(job.model, job.data, ids.clone(), device=job.device)
 
 

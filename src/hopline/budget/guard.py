@@ -341,10 +341,19 @@ class BudgetGuard:
     def step(self, step: SplittableStep) -> Tensor:
         """Run a step at once if it fits, else in micro-batches. After out of memory all of it runs again."""
         needed_bytes = self._needed_bytes(step) + self.overhead_bytes()
+        is_split = False
+
+        def run(this: Attempt) -> Tensor:
+            if is_split:  # the step itself tells the guard what to learn from
+                return step.run_in_micro_batches(this.meter, partial(setattr, this, "predicted_bytes"))
+            this.sizes = step.sizes()
+            this.meter.lap()
+            return step.run_whole()
+
         while True:
             # Asked again each time: out of memory has lowered the target.
-            run = _run_in_micro_batches if self._must_split(needed_bytes, step) else _run_whole
-            result, peak_bytes = self._attempt(partial(run, step), needed_bytes)
+            is_split = self._must_split(needed_bytes, step)
+            result, peak_bytes = self._attempt(run, needed_bytes)
             if result is not None:
                 self.ledger.note_batch(needed_bytes, peak_bytes)
                 return result
@@ -531,21 +540,6 @@ class Attempt:
     predicted_bytes: float
     sizes: Sizes | None = None
     """The sizes to learn from, with the bytes since the meter's last lap. None: nothing is learnt."""
-
-
-def _run_whole(step: SplittableStep, this: Attempt) -> Tensor:
-    this.sizes = step.sizes()
-    this.meter.lap()
-    return step.run_whole()
-
-
-def _run_in_micro_batches(step: SplittableStep, this: Attempt) -> Tensor:
-    """Run a step in micro-batches. The step itself tells the guard what to learn from."""
-
-    def set_predicted_bytes(num_bytes: float) -> None:
-        this.predicted_bytes = num_bytes
-
-    return step.run_in_micro_batches(this.meter, set_predicted_bytes)
 
 
 def _key_of(batch: Batch) -> int:

@@ -2,7 +2,7 @@
 
 Much of layer-wise inference needs no weight: which nodes each layer needs, their chunks, the blocks of
 in-edges, and the first layer's aggregation of the features. `InferenceCache` stores these for one set of
-nodes, up to a limit of bytes. Each graph has at most one cache, of its last inference (`LastInference`).
+nodes, up to a limit of bytes. Each graph has at most one cache, of its last inference.
 
 The list of nodes is stored at the first inference. Blocks and sums are stored from the second inference at
 the same nodes on, so that a single inference does not spend memory on them.
@@ -26,6 +26,8 @@ from hopline.util.host import host_memory
 
 SHARE = 32
 """A cache may take 1 / SHARE of the memory of the device that computes."""
+LAST_INFERENCE = "last inference"
+"""The name under which a graph holds a dictionary with its cache."""
 
 
 def max_cache_bytes(device: torch.device) -> int:
@@ -136,18 +138,6 @@ class InferenceCache:
             self.blocks[id(chunk)] = replace(block, graph=None)
 
 
-@dataclass(eq=False)
-class LastInference:
-    """The holder of a graph's inference cache. The graph owns it, so that both are freed together."""
-
-    cache: InferenceCache | None = None
-
-    @classmethod
-    def on(cls, graph: Graph) -> LastInference:
-        """The holder of a graph; a new and empty one if the graph's arrays have changed."""
-        return graph.get_cached("last inference", cls)
-
-
 def get_inference_cache(
     graph: Graph,
     x: Table,
@@ -161,8 +151,9 @@ def get_inference_cache(
 
     find_layer_nodes: computes `InferenceCache.layer_nodes`. Called only for a new cache.
     """
-    last = LastInference.on(graph)
-    cache = last.cache
+    # The graph holds the cache, so that both are freed together, and drops it if its arrays change.
+    last: dict[str, InferenceCache] = graph.get_cached(LAST_INFERENCE, dict)
+    cache = last.get("cache")
     if cache is not None and cache.matches(graph, ids, settings, x):
         cache.num_uses += 1
     else:
@@ -176,5 +167,5 @@ def get_inference_cache(
             layer_nodes=find_layer_nodes(),
             free_bytes=max_cache_bytes(device),
         )
-        last.cache = cache
+        last["cache"] = cache
     return cache

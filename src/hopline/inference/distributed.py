@@ -122,7 +122,7 @@ class RankChunks(Chunks):
         num_own = self.shard.num_own
         layer_nodes = [ids.unique()]
         for _ in range(self.model.num_layers):
-            sources = self._with_sources(layer_nodes[0])
+            sources = self.with_sources(layer_nodes[0])
             halo_numbers = sources[sources >= num_own] - num_own
             # Collective. `request.rows` are the own rows that other ranks need before this layer.
             request = RowRequest(self.channel, self.shard.ptr, self.shard.halo_positions[halo_numbers])
@@ -135,21 +135,6 @@ class RankChunks(Chunks):
             halo_x = fetch(request, own_x)
             self.data.tables["x"] = _join_tables(own_x, halo_x, halo_numbers, self.shard.halo_positions.numel())
         return [torch.cat([layer_nodes[0], halo_numbers + num_own]), *layer_nodes[1:]]
-
-    def _with_sources(self, nodes: Tensor) -> Tensor:
-        """Some nodes and all their in-neighbours: ascending local numbers.
-
-        Reads about `CHUNK` edges at a time.
-        """
-        graph = self.data.graph
-        is_source = torch.zeros(graph.num_nodes, dtype=torch.bool)
-        is_source[nodes] = True
-        cost = (graph.in_degrees(nodes) + 1).cumsum(0)  # in-edges and nodes up to each node
-        num_nodes_by_chunk = torch.bincount(cost // CHUNK).tolist()
-        for chunk in nodes.split(num_nodes_by_chunk):
-            _, edges = ops.row_entries(graph.indptr, chunk)
-            is_source[graph.indices[edges].long()] = True
-        return is_source.nonzero().view(-1)
 
     def on_layer_end(self, l: int) -> None:
         """Fetch the halo rows that the next layer reads, by one all-to-all with the ranks that computed

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hopline import ops
 from hopline.contract import KeepRows
 from hopline.core.batch import Block
 from hopline.core.row_handles import Readable, ReducedRows, Rows, as_dtype, as_tensor
@@ -73,6 +74,8 @@ PREFETCH_CHUNKS = 2
 """Chunks that are prefetched before their turn."""
 WRITE_QUEUE_CHUNKS = 2
 """Chunks that are computed and wait to be written, at most."""
+SCANNED_EDGES = 1 << 22
+"""Edges whose sources are looked up at once, where the nodes of a layer are found by chunks."""
 PROBED_NODES = 16
 """Nodes, at most, in the probe that measures a layer's memory for `chunk_bytes`."""
 MARGIN = 1.5
@@ -517,6 +520,20 @@ class Chunks(LayerPlan[Tensor]):
         probe_bytes = prepared_bytes + computing.peak_bytes + WRITE_QUEUE_CHUNKS * rows.nbytes
         num_edges_and_nodes = int(self.data.graph.in_degrees(nodes).sum()) + nodes.numel()
         return max(1, int(self.chunk_bytes * num_edges_and_nodes / (MARGIN * max(1, probe_bytes))))
+
+    def with_sources(self, nodes: Tensor) -> Tensor:
+        """[n] int64, ascending: some nodes and all their in-neighbours. Reads about `SCANNED_EDGES` at a time."""
+        is_source = torch.zeros(self.data.num_nodes, dtype=torch.bool)
+        is_source[nodes] = True
+        for chunk in self.chunks(nodes, SCANNED_EDGES):
+            is_source[self.sources_of(chunk)] = True
+        return is_source.nonzero().view(-1)
+
+    def sources_of(self, nodes: Tensor) -> Tensor:
+        """[num_edges] int64: the sources of all in-edges of a chunk's nodes."""
+        graph = self.data.graph
+        _, edges = ops.row_entries(graph.indptr, nodes)
+        return graph.indices[edges].long()
 
     def chunks(self, nodes: Tensor, chunk_edges: int) -> list[Tensor]:
         """Contiguous slices of `nodes`, each with at most `chunk_edges` in-edges and nodes together.

@@ -38,9 +38,6 @@ from hopline.shards.collective_sampler import weights_of_shard
 from hopline.shards.shard import Shard
 from hopline.util.config import parse_chunk_bytes
 
-CHUNK = 1 << 22
-"""In-edges per chunk when sources are marked (`ShardChunks._with_sources`)."""
-
 
 class _ByPosition(PartialGraph):
     """Degrees and weights of all nodes, by position, without edges. Edges are read shard by shard.
@@ -108,18 +105,13 @@ class ShardChunks(Chunks):
         for _ in range(self.model.num_layers):
             nodes = layer_nodes[0]
             if nodes.numel() < self.data.num_nodes:
-                nodes = self._with_sources(nodes)
+                nodes = self.with_sources(nodes)
             layer_nodes.insert(0, nodes)
         return layer_nodes
 
-    def _with_sources(self, positions: Tensor) -> Tensor:
-        """Some nodes and all their in-neighbours: ascending positions."""
-        is_source = torch.zeros(self.data.num_nodes, dtype=torch.bool)
-        is_source[positions] = True
-        for chunk in self.chunks(positions, CHUNK):
-            _indptr, sources, _edge_arrays = self._edges(chunk)
-            is_source[sources] = True
-        return is_source.nonzero().view(-1)
+    def sources_of(self, nodes: Tensor) -> Tensor:
+        _indptr, sources, _edge_arrays = self._edges(nodes)
+        return sources
 
     def _shard_of(self, positions: Tensor) -> Shard:
         """The shard of these positions, which must all be of one shard."""
