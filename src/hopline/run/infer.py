@@ -9,7 +9,7 @@ The file is written chunk by chunk, in the order of the nodes that were asked fo
     `_chunks`, in rank 0: (node ids, ids of the user, values)
         |
         v
-    `columns_of`: names and probabilities of classes
+    `SavedRun.columns`: names and probabilities of classes
         |
         v
     a writer of `WRITERS`
