@@ -13,7 +13,6 @@ after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -208,22 +207,6 @@ def history(name: str) -> RunConfig:
     """
     if name in ROWS:
         return ROWS[name].config()
-    raise ValueError(f"there is no run {name!r}: {'; '.join(_choices(name))}.{nearest(name, ROWS)}")
-
-
-def _choices(name: str) -> Iterator[str]:
-    """Advice for a name without a run: the datasets of its model, and the models of its dataset."""
-    rows = list(ROWS.values())
-    models = list(dict.fromkeys(row.model for row in rows))
     typed = name.removeprefix(PREFIX)
-    # The longest: "pna-jk-reddit" begins with "pna-" too.
-    model = max((model for model in models if typed.startswith(f"{model}-")), key=len, default=None)
-    data = next((row.data for row in rows if typed.endswith(f"-{row.data}")), None)
-    if model is None:
-        yield f"models are {', '.join(models)}"
-    else:
-        datasets = [row.data for row in rows if row.model == model]
-        yield f"{model} has runs on {', '.join(datasets)}"
-    if data is not None:
-        models_of_data = [row.model for row in rows if row.data == data]
-        yield f"{data} has runs of {', '.join(models_of_data)}"
+    alike = [row.name for row in ROWS.values() if typed.startswith(f"{row.model}-") or typed.endswith(f"-{row.data}")]
+    raise ValueError(f"there is no run {name!r}: choose one of {', '.join(alike or ROWS)}.{nearest(name, ROWS)}")
