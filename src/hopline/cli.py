@@ -57,7 +57,6 @@ app = typer.Typer(
     "--debug shows the traceback of an error.",
 )
 INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C ended: 128 plus the number of SIGINT."""
 PIPE_COLUMNS = 140
 """Width of tables in characters, if standard output is not a terminal."""
 Overrides = Annotated[
@@ -78,7 +77,6 @@ SETTINGS = {
     "convert": ConvertConfig,
     "partition": PartitionConfig,
 }
-"""The settings class of each command that has settings."""
 
 
 @contextmanager
@@ -346,10 +344,7 @@ def doctor() -> None:
 
 
 def _run_config(name: str, overrides: list[str] | None) -> RunConfig:
-    """The settings of a recipe or dataset with overrides.
-
-    Raises ValueError if the dataset does not exist.
-    """
+    """The settings of a recipe or dataset with overrides. A dataset that does not exist is refused."""
     settings = list(overrides or [])
     if "=" in name:  # no name: `hopline train epochs=3` is the demo
         settings.insert(0, name)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _HETEROPHILOUS = "HeterophilousGraphDataset"
 OGB_URL = "http://snap.stanford.edu/ogb/data/nodeproppred"
-"""Address of OGB's archives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +198,6 @@ SOURCES: dict[str, Source] = {
         _ogb("ogbn-papers100m", "citations, 111,059,956 nodes", "papers100M-bin"),
     )
 }
-"""Datasets that have a short name, by this name."""
 
 
 def find(name: str) -> Source | None:

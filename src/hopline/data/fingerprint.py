@@ -44,7 +44,6 @@ class _Entry(NamedTuple):
     version: int
     """Version counter of the tensor when the checksum was computed. Another one means that torch changed the tensor."""
     checksum: str
-    """CRC-32 as `checksum_text` writes it."""
 
 
 _checksums = WeakIdKeyDictionary()

@@ -93,7 +93,6 @@ def _save(dataset: Dataset | None, name: str, cleanup: contextlib.ExitStack) -> 
 
 
 def _open(name: str) -> Dataset:
-    """The dataset that local rank 0 saved under this name."""
     folders = [parent / name / "data" for parent in _parents()]
     folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
     opened = open_folder(folder)

@@ -51,7 +51,6 @@ class Inputs:
     symmetric: bool | None
     """Whether every edge had its reverse. None: not known."""
     task: LabelKind
-    """Kind of labels."""
     num_classes: int
     """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     classes: list[str] | None

@@ -19,7 +19,6 @@ from hopline.tasks.kinds import LabelKind
 from hopline.util.config import from_dict
 
 FORMAT = "hopline-dataset"
-"""Value of the field "format"."""
 VERSION = 1
 """Value of the field "version". Other versions are refused."""
 MAX_BYTES = 1 << 26
@@ -54,14 +53,12 @@ class Manifest:
     """Number of stored (directed) edges."""
     task: LabelKind
     num_classes: int
-    """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     num_splits: int
     """Number of alternative splits in the folder, each of train, valid and test nodes."""
     tables: dict[str, int]
     """Table name -> number of columns of a sparse (CSR) table, or -1 for a dense one."""
     arrays: dict[str, ArrayEntry]
     meta: dict[str, Any]
-    """Origin of the dataset, in plain JSON values."""
 
 
 def is_name(text: str) -> bool:

@@ -158,10 +158,7 @@ def _import(name: str) -> Any:
 
 
 def _check(tensor: Tensor, framework: str, *, must_be_aligned: bool = False) -> None:
-    """Refuse a tensor that cannot be shared as it is. The error says what to type.
-
-    must_be_aligned: Whether memory on the host must begin at a multiple of `ALIGNED_BYTES`.
-    """
+    """Refuse a tensor that cannot be shared as it is. The error says what to type."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"this is a {type(tensor).__name__}: type from_any(array) first, which makes a tensor of it")
     problem = ""

@@ -23,7 +23,6 @@ from hopline.training.settings import Schedule
 from hopline.util.config import nearest
 
 PREFIX = "gas-"
-"""The prefix of the names of these runs."""
 DATA: dict[str, dict[str, Any]] = {
     "cora": {"data": "cora", "features": "normalized"},
     "citeseer": {"data": "citeseer", "features": "normalized"},
@@ -45,11 +44,8 @@ CONVS: dict[str, dict[str, Any]] = {
 }
 """Keyword arguments of PyG's conv that all runs of a model share."""
 MODEL_KEYS = {field.name for field in fields(ModelSpec)}
-"""Names in `Row.more` that are settings of the model."""
 METHOD_KEYS = {field.name for field in fields(Historical)}
-"""Names in `Row.more` that are settings of the method."""
 RUN_KEYS = {field.name for field in fields(RunConfig)}
-"""Names in `Row.more` that are settings of the run."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +108,7 @@ class Row:
 
 
 def _small(*columns: Any, **more: Any) -> Row:
-    """A row of the table for small graphs, where input features have the dropout of the hidden layers.
-
-    columns: the fields of `Row` in order, without `more`.
-    """
+    """A row of the table for small graphs, where input features have the dropout of the hidden layers."""
     row = Row(*columns, more=more)
     return replace(row, more=more | {"input_dropout": row.dropout})
 
@@ -124,8 +117,6 @@ def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: 
     """A row of the table for large graphs, without weight decay.
 
     GCNII has separate weights for the propagated rows and the initial ones, unless `more` says otherwise.
-
-    rest: the fields `parts`, `clip` and `epochs` of `Row`.
     """
     if model == "gcnii":
         more.setdefault("shared_weights", False)
@@ -195,7 +186,6 @@ LARGE = (  # layers, hidden, dropout, lr, (parts, parts per batch), clip, epochs
 )
 # fmt: on
 ROWS = {row.name: row for row in (*SMALL, *LARGE)}
-"""All runs by the name that users type."""
 
 
 def history(name: str) -> RunConfig:

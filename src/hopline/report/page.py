@@ -194,7 +194,6 @@ def render(folder: Path) -> str:
 
 
 def _render(run: RunFiles) -> str:
-    """The page of a run."""
     config = run.about["config"]
     # A Trainer in Python stores its settings under "train". `hopline train` stores them without that key.
     evaluate = config.get("evaluate") or _mapping(config.get("train")).get("evaluate")
@@ -235,7 +234,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _header(run: RunFiles) -> str:
-    """Name, status, start, command and, if the run failed, its error."""
     status = str(run.close.get("status") or "not finished")
     state, _, problem = status.partition(": ")
     css_class = {"ok": "ok", "not finished": ""}.get(state, "failed")
@@ -277,11 +275,7 @@ def _tiles(run: RunFiles, total_s: float) -> str:
 
 
 def _results(run: RunFiles) -> Iterable[tuple[str, Record, str]]:
-    """Yield (split, metrics, note) of the best validation and of the test.
-
-    They come from the record of the run's end. Without it the best evaluation so far is taken, by its first
-    metric.
-    """
+    """Yield (split, metrics, note) of the best validation, so far in a run that has not ended, and of the test."""
 
     def score(evaluation: Record) -> float:
         value = _first(evaluation["metrics"])
@@ -444,10 +438,7 @@ def thin_out(values: Sequence[T], max_values: int, key: Callable[[T], float] | N
 
 
 def budget_section(records: Sequence[Record]) -> str:
-    """Predicted and measured memory, as a chart by step and a table by epoch. "" without a budget.
-
-    records: `RunFiles.budgets`.
-    """
+    """Predicted and measured memory, as a chart by step and a table by epoch. "" without a budget."""
     if not records:
         return ""
     columns = (  # (head, key in the record, how to write it)
@@ -476,10 +467,7 @@ def budget_section(records: Sequence[Record]) -> str:
 
 
 def plan_section(record: Record) -> str:
-    """The memory plan: resident items, a step, and the predicted peak at each place. "" without a plan.
-
-    record: `RunFiles.plan`.
-    """
+    """The memory plan: resident items, a step, and the predicted peak at each place. "" without a plan."""
     totals = record.get("totals") or []
     if not totals:
         return ""
@@ -602,11 +590,7 @@ def _time(seconds: Any) -> str:
 
 
 def pipeline_section(pipeline: Record, epochs: Sequence[Record]) -> str:
-    """The bottleneck and what to change, the stages by epoch, and the gain of their overlap.
-
-    pipeline: `RunFiles.pipeline`.
-    epochs: Records of all epochs.
-    """
+    """The bottleneck and what to change, the stages by epoch, and the gain of their overlap."""
     shares = numbers(pipeline.get("shares"))
     work = [numbers(epoch.get("work")) for epoch in epochs]
     timed = dict.fromkeys(name for stages in work for name in stages)

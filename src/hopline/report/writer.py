@@ -196,10 +196,7 @@ class Report:
     def _start_files(
         self, description: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
     ) -> None:
-        """Write config.json, and begin or continue the other files.
-
-        description: the contents of config.json.
-        """
+        """Write config.json, whose contents are the description, and begin or continue the other files."""
         records = report_html.read_records(self.folder / "metrics.jsonl") if resume else []
         self._earlier_s = max((record.get("elapsed_s") or 0.0 for record in records), default=0.0)
         # Records of the end of the run are dropped: it continues. The file is written again in any case. Else the next
@@ -259,10 +256,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _without_folders(argument: str) -> str:
-    """Reduce absolute paths in an argument to their last part.
-
-    The rest tells about a machine, not a run.
-    """
+    """Reduce absolute paths in an argument to their last part. The rest tells about a machine, not a run."""
     key, equals, value = argument.rpartition("=")
     parts: list[str] = []
     for part in value.split(","):

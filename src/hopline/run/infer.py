@@ -59,7 +59,6 @@ from hopline.util.log import logger, print_messages
 MAX_METRIC_BYTES = 1 << 30
 """Most bytes of scores that are kept for the metric beside a prediction."""
 SPLITS = ("train", "valid", "test")
-"""Values of nodes= that name a split."""
 
 
 class Chunk(NamedTuple):
@@ -238,10 +237,7 @@ def _chunks(run: SavedRun, data: Dataset, ids: Tensor, config: InferConfig, worl
 
 
 def _sharded_chunks(run: SavedRun, data: ShardedData, config: InferConfig, world: World) -> Iterator[Chunk]:
-    """The chunks of all ranks' nodes in the order of node ids, in rank 0.
-
-    Exact inference computes a rank's own nodes, sampled inference the seeds that the loader gave to it.
-    """
+    """The chunks of all ranks' nodes in the order of node ids, in rank 0."""
     shard = data.shard
     if config.inference == "sampled":
         assert run.settings is not None
@@ -381,4 +377,3 @@ WRITERS: dict[str, Callable[[Path, SavedRun, Iterator[Chunk], InferConfig, int],
     ".parquet": _write_parquet,
     ".npy": _write_npy,
 }
-"""By suffix: a function that writes predictions to a file and returns the names of its columns."""

@@ -333,15 +333,11 @@ class AsyncEvaluator(Evaluator):
             )
 
     def _take_snapshot(self, live: Snapshot) -> None:
-        """Append a snapshot to those that wait, with copies of its weights."""
         self.waiting.snapshots.append(live.copy_to(self.trainer.device))
         self._serve_thread()
 
     def _serve_thread(self, *, wait: bool = False) -> None:
-        """Take the results of the thread, and submit the next snapshots. Nothing happens without a thread.
-
-        wait: whether to wait for a result.
-        """
+        """Take the results of the thread, and submit the next snapshots. wait: whether to wait for a result."""
         if self.thread is None:
             return
         for evaluation in self.thread.results(wait=wait):

@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 FILE = "checkpoint.pt"
 FORMAT = 2
-"""Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
 """Largest share of the time of a run that writing checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
@@ -140,7 +139,6 @@ def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[st
 
 
 def _restore_rank(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Restore what `_rank_state` returned on this rank."""
     if "model" in state:
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])

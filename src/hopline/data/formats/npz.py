@@ -49,7 +49,6 @@ _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
 _FIXED_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
 """Arrays whose name alone says what they are, splits excepted."""
 _SPLIT_KEYS = re.compile("(train|val|valid|validation|dev|test)_(mask|idx)")
-"""Names of split arrays."""
 _STORED_ONCE = "each edge once"
 """Words in the field "edges" of `meta` by which a file says that it stores one direction of undirected edges."""
 
