@@ -59,14 +59,13 @@ app = typer.Typer(
 INTERRUPTED = 130
 PIPE_COLUMNS = 140
 """Width of tables in characters, if standard output is not a terminal."""
+# `main` answers --keys itself, since typer would ask for missing arguments first.
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings. --keys lists them with their defaults.")
-]
-# Declared for the help text alone. `main` answers --keys itself, since typer would ask for missing
-# arguments first.
-ShowKeys = Annotated[
-    bool,
-    typer.Option("--keys", help="List all settings with their defaults. --keys GROUP describes one group in full."),
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings. --keys lists them with their defaults. --keys GROUP describes one group in full.",
+    ),
 ]
 SETTINGS = {
     "train": RunConfig,
@@ -128,7 +127,6 @@ def train(
         ),
     ] = "demo",
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Train, evaluate and test a model, and write a run folder."""
     config = _run_config(name, overrides)
@@ -149,7 +147,6 @@ def train(
 def plan(
     name: Annotated[str, typer.Argument(help="A recipe, a dataset or a folder, as for train.")] = "demo",
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Compare the methods' memory and time per epoch within a budget. Does not train."""
     config = _run_config(name, overrides)
@@ -187,7 +184,6 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def infer(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Predict with a run's weights, on its own or on new data, and write a file."""
     config = override(InferConfig(), overrides or [])
@@ -210,7 +206,6 @@ def infer(
 def print_metrics(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Print the metrics of a run's weights, on its own or on new data."""
     config = override(EvaluateConfig(), overrides or [])
@@ -227,7 +222,6 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .pt or .safetensors.")],
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Write a run's weights as a state_dict for PyG and torch, and the names of columns and classes beside them."""
     config = override(ExportConfig(), overrides or [])
@@ -252,7 +246,6 @@ def convert(
         Path, typer.Argument(metavar="FOLDER", help="The dataset folder to write.", show_default=False)
     ] = Path(),
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Convert a graph into hopline's format, a folder of plain arrays."""
     if not _is_folder_given(folder):
@@ -275,7 +268,6 @@ def partition(
         Path, typer.Argument(metavar="FOLDER", help="The folder of shards to write.", show_default=False)
     ] = Path(),
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Partition a dataset into shards, one per rank."""
     if not _is_folder_given(folder):

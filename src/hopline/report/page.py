@@ -355,13 +355,13 @@ def _counters(run: RunFiles) -> str:
                 totals[name] = totals.get(name, 0) + count
     # Numbers in names are ordered by value, to_2 before to_16: parts are padded to equal length.
     names = sorted({*totals, *last}, key=lambda name: [f"{part:>9}" for part in re.split(r"(\d+)", name)])
-    rows = [(name, _write_counter(name, totals.get(name)), _write_counter(name, last.get(name))) for name in names]
+    rows = [(name, _write(name, totals.get(name)), _write(name, last.get(name))) for name in names]
     return f"<h2>Counters</h2>{table(('counter', 'total', 'last epoch'), rows, numbers_from=1)}" if rows else ""
 
 
-def _write_counter(name: str, value: float | None) -> str:
-    """A counter for people: with a unit if its name says that it counts bytes."""
-    if value is None:
+def _write(name: str, value: Any) -> str:
+    """A number for people: with a unit if its name says that it counts bytes."""
+    if not is_number(value):
         return ABSENT
     if "bytes" in name:
         return format_size(value)
@@ -441,20 +441,20 @@ def budget_section(records: Sequence[Record]) -> str:
     """Predicted and measured memory, as a chart by step and a table by epoch. "" without a budget."""
     if not records:
         return ""
-    columns = (  # (head, key in the record, how to write it)
-        ("steps", "num_steps", _count),
-        ("limit", "limit_bytes", _size),
-        ("predicted", "promised_bytes", _size),
-        ("measured", "peak_bytes", _size),
-        ("split", "split", _count),
-        ("micro-batches", "pieces", _count),
-        ("resampled", "resampled", _count),
-        ("cut", "cut", _count),
-        ("over", "over", _count),
-        ("out of memory", "oom", _count),
+    columns = (  # (head, key in the record)
+        ("steps", "num_steps"),
+        ("limit", "limit_bytes"),
+        ("predicted", "promised_bytes"),
+        ("measured", "peak_bytes"),
+        ("split", "split"),
+        ("micro-batches", "pieces"),
+        ("resampled", "resampled"),
+        ("cut", "cut"),
+        ("over", "over"),
+        ("out of memory", "oom"),
     )
-    heads = ["epoch", *(head for head, _, _ in columns)]
-    rows = [(f"{record['epoch']:g}", *(write(record.get(key)) for _, key, write in columns)) for record in records]
+    heads = ["epoch", *(head for head, _ in columns)]
+    rows = [(f"{record['epoch']:g}", *(_write(key, record.get(key)) for _, key in columns)) for record in records]
     note = (
         '<p class="dim">The largest step of each epoch: the limit that the budget leaves for it, its predicted and '
         "its measured peak. Then how many batches were split, into how many micro-batches, how many were resampled or "
@@ -475,21 +475,13 @@ def plan_section(record: Record) -> str:
     for total in totals:
         place = total["place"]
         resident = [item for item in record.get("items") or [] if item.get("place") == place]
-        rows += [(place, item["name"], _size(item.get("num_bytes"))) for item in resident]
+        rows += [(place, item["name"], _write("num_bytes", item.get("num_bytes"))) for item in resident]
         step_bytes = total["promised_bytes"] - sum(item["num_bytes"] for item in resident)
         if step_bytes > 0:
             rows.append((place, "a step", format_size(step_bytes)))
-        rows.append((place, "predicted peak", _size(total.get("promised_bytes"))))
-        rows.append((place, "budget", _size(total.get("budget_bytes"))))
+        rows.append((place, "predicted peak", _write("promised_bytes", total.get("promised_bytes"))))
+        rows.append((place, "budget", _write("budget_bytes", total.get("budget_bytes"))))
     return f"<h2>Memory plan</h2>{table(('place', 'what', 'bytes'), rows, numbers_from=2)}"
-
-
-def _size(num_bytes: Any) -> str:
-    return format_size(num_bytes) if is_number(num_bytes) else ABSENT
-
-
-def _count(number: Any) -> str:
-    return f"{number:,}" if is_number(number) else ABSENT
 
 
 def _bytes_chart(records: Sequence[Record]) -> str:
