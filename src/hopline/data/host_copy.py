@@ -32,7 +32,6 @@ from hopline.distributed.world import World
 SHARED_MEMORY = Path("/dev/shm")
 """A file system in memory. Not every system has it."""
 PREFIX = "hopline-shared-"
-"""Beginning of the names of shared folders, by which leftovers are found."""
 YOUNG_S = 10.0
 """Age in seconds up to which a folder may belong to a rank that has not locked it yet."""
 

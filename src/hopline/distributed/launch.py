@@ -177,11 +177,9 @@ class _Child:
     rank: int
     process: Any
     pipe: Connection
-    """The parent's end of the pipe that the rank writes to."""
     messages: dict[str, Any] = field(default_factory=dict)
     """All that the rank has written, by key: "ready"; "result"; or "error", "kind" and perhaps "trace"."""
     is_ended_by_us: bool = False
-    """Whether the parent sent the signal that ended it."""
 
     @property
     def is_ready(self) -> bool:

@@ -53,13 +53,11 @@ class RankSpec(Rank):
     """All that a process needs to know to be a rank. Plain data, which is sent to a process that starts."""
 
     device: str = "cpu"
-    """Where the rank trains."""
     backend: str = "gloo"
     """Backend of the process group: "gloo" or "nccl"."""
     timeout_s: float = 600.0
     """Seconds to wait for a rank that does not answer."""
     keeps_store: bool = False
-    """Whether this process serves the store."""
 
 
 class World:

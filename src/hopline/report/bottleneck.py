@@ -25,7 +25,6 @@ PREPARING_STAGES = ("sample", "gather", "divide", "move")
 "divide" plans the micro-batches of a batch that would not fit the budget.
 """
 TRAINING_STAGES = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "checkpoint")
-"""Stages of training, which run for one batch after the other."""
 
 # ---- shares from which on something is called the bottleneck. Rules of thumb.
 
@@ -41,7 +40,6 @@ MIN_GPU_SHARE = 0.5
 MIN_IDLE = 0.3
 """Of the time of preparing threads: they have nothing to do, because they may not prepare more batches."""
 REST = "between the stages"
-"""The name of a bottleneck that is no stage, in the records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,6 @@ class Explanation:
     achieved: float
     """The measured epoch, as a share of `serial_s`."""
     waited: float
-    """Share of the epoch in which training waited for batches."""
     bottleneck: str
     """The stage that decides, or "look_ahead", "cores" or `REST`."""
     sentence: str

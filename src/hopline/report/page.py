@@ -83,7 +83,6 @@ class RunFiles:
     about: Record
     """config.json: settings, command, versions and machine."""
     start: Record
-    """Dataset, model and method."""
     elapsed_s: float
     """Seconds from the start of the run to its last record."""
     epochs: list[Record]
@@ -93,13 +92,11 @@ class RunFiles:
     budgets: list[Record]
     """Predicted and measured memory: one record per epoch that kept to a budget, in order."""
     plan: Record
-    """The memory plan, made before the run."""
     pipeline: Record
     """The bottleneck: an `Explanation` of the run, or of its last epoch."""
     history: Record
     """Staleness of the historical embeddings that training read."""
     end: Record
-    """Results of a run that ended."""
     close: Record
     """Status and counters, written last."""
     num_unreadable: int
@@ -250,7 +247,6 @@ def _header(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles, total_s: float) -> str:
-    """The main numbers of a run, one per tile. total_s: seconds of the whole run."""
     tiles: list[tuple[str, str]] = []  # (label, value)
     for split, metrics, note in _results(run):
         tiles += [(f"{split} {name}{note}", f"{value:.4f}") for name, value in metrics.items() if is_number(value)]
@@ -299,7 +295,6 @@ def _first(values: Mapping[str, Any]) -> Any:
 
 
 def _notices(run: RunFiles) -> Iterable[str]:
-    """Yield what a reader should know about a run that is not as usual."""
     if not run.close:
         yield "This run has not closed its report: it is still under way, or it was killed."
     if run.num_unreadable:
@@ -319,7 +314,6 @@ def _notice(text: str) -> str:
 
 
 def _curves(run: RunFiles) -> str:
-    """Charts of loss, metrics, learning rate and speed over epochs."""
     metrics: dict[str, list[tuple[float, float]]] = {}
     for record in run.evaluations:
         for name, value in record["metrics"].items():
@@ -346,7 +340,6 @@ def _series(records: Iterable[Record], name: str) -> Points:
 
 
 def _counters(run: RunFiles) -> str:
-    """A table of all counters: their totals, and their values in the last epoch."""
     last = numbers(run.epochs[-1].get("counters")) if run.epochs else {}
     totals = numbers(run.close.get("counters"))
     if not totals:  # the run has not closed its report
@@ -371,7 +364,6 @@ def _write(name: str, value: Any) -> str:
 MANY_ROWS = 12
 """Rows. A longer table by epoch is folded."""
 KEY_AND_VALUE = ("key", "value")
-"""The heads of a table of settings or facts."""
 
 
 def is_number(value: Any) -> bool:
@@ -485,7 +477,6 @@ def plan_section(record: Record) -> str:
 
 
 def _bytes_chart(records: Sequence[Record]) -> str:
-    """A chart of the bytes of every step, before and after splitting, and of the limit."""
     curves: dict[str, list[tuple[float, float]]] = {"before splitting": [], "after splitting": [], "limit": []}
     steps_before = 0  # of the epochs before
     for record in records:
@@ -574,7 +565,6 @@ def time_section(parts: Mapping[str, float], stages: Sequence[Record], is_async:
 
 
 STAGE_TIMES = ("first epoch", "later epochs, mean", "± std")
-"""Heads of the columns of times of a stage."""
 
 
 def _time(seconds: Any) -> str:

@@ -16,7 +16,6 @@ from hopline.util.config import defaults_of, to_dict
 from hopline.util.files import check_file
 
 FORMAT = 3
-"""The number of the format of config.json. Other numbers are refused."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:

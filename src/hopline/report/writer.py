@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 MAX_SPANS = 200_000
 """Most spans of a trace, which are kept in memory until the report closes."""
 FILES = ("config.json", "metrics.jsonl", "run.log", "trace.json", "report.html")
-"""All files that a report writes."""
 PACKAGES = ("hopline", "torch", "torch-geometric", "numba", "numpy")
-"""Packages whose versions are recorded."""
 
 
 class Report:

@@ -33,7 +33,6 @@ from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, sett
 from hopline.util.files import check_file
 
 PREDICTIONS = (".csv", ".parquet", ".npy")
-"""Suffixes of files that predictions are written to."""
 
 
 @settings
@@ -315,7 +314,6 @@ def load_trusted(folder: Path, trust: bool) -> RunConfig:
 
 
 EDGE_LISTS = (".csv", ".gz", ".parquet", ".pq", ".txt", ".tsv")
-"""Suffixes of files that are read as edge lists."""
 
 
 def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:

@@ -397,7 +397,6 @@ def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -
 
 
 def _checksum(ids: Tensor) -> str:
-    """A short text that identifies node ids or labels, of which there may be millions."""
     return f"{ids.size(0)} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
 
 

@@ -49,11 +49,8 @@ fit it."""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 """The power of 1000 or 1024 that a prefix of a size stands for."""
 _TRUE = ("true", "yes", "on", "1")
-"""Texts that a setting of type bool reads as True, in lower case."""
 _FALSE = ("false", "no", "off", "0")
-"""Texts that a setting of type bool reads as False, in lower case."""
 _NONE = ("none", "null")
-"""Texts that a setting which may be None reads as None, in lower case."""
 _BRACKETS = ("()", "[]")
 """Pairs of brackets that a list may be typed in: the first and the last character."""
 
@@ -590,11 +587,9 @@ class Setting(typing.NamedTuple):
     "method=sampled").
     """
     expected: str
-    """The values that the setting admits, in words."""
     default: str | None
     """The default as typed; None if the setting is required."""
     sentence: str
-    """The string literal under the field, on one line; empty if there is none."""
 
 
 def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = MappingProxyType({})) -> list[Setting]:

@@ -232,7 +232,6 @@ class RegionStatistics:
     calls: int
     """Number of times that the region was entered, over all epochs."""
     first_epoch_s: float
-    """Seconds in the first epoch."""
     mean_s: float
     """Mean seconds per later epoch; nan if there is none."""
     std_s: float
