@@ -40,7 +40,7 @@ def main(name: str = "demo", epochs: int = 3) -> float:
 
     train, test = data.splits["train"], data.splits["test"][:512]
     for seeds in (s for _ in range(epochs) for s in train[torch.randperm(len(train))].split(512)):
-        weights = step(weights, *batch(seeds), hl.interop.to_jax(data.labels[seeds].int()))
+        weights = step(weights, *batch(seeds), hl.interop.to(data.labels[seeds].int(), "jax"))
     found = forward(weights, *batch(test)).argmax(1)
     return float((hl.interop.from_any(found) == data.labels[test]).float().mean())
 

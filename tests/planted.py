@@ -722,7 +722,7 @@ FAULTS: tuple[Fault, ...] = (
         name="new data are standardised by their own numbers",
         area="predictions",
         file="src/hopline/data/inputs.py",
-        old="return _Standardized(ordered, mean, deviation)",
+        old="return _Changed(ordered, partial(standardize, mean=mean, deviation=deviation))",
         new="return data.with_fields(tables={**data.tables, 'x': ordered}).standardized().x",
         tests=("tests/run/test_saved.py",),
     ),

@@ -108,8 +108,8 @@ def test_convert_says_which_columns_are_features(tmp_path: Path):
     assert "n.csv: features (1): age; not taken: '' (the index of a table), score" in text
 
 
-@pytest.mark.parametrize("settings", [("shards=3", "how=range"), ("--shards", "3", "--how", "range")])
-def test_partition_and_verify(graph: Path, tmp_path: Path, settings: tuple[str, ...]):
+def test_partition_and_verify(graph: Path, tmp_path: Path):
+    settings = ("shards=3", "how=range")
     folder = tmp_path / "shards"
     status, text, _ = command("partition", graph, folder, *settings)
     assert status == 0
@@ -230,7 +230,7 @@ def test_the_tables_of_historical_runs_are_one_line_of_the_help():
     text = command("train", "--help").out
     assert "gas-MODEL-DATASET" in text
     assert "gas-gcn-cora" not in text
-    assert_refused(command("train", "gas-pna-reddit"), "there is no run 'gas-pna-reddit'", "reddit has runs of gcn")
+    assert_refused(command("train", "gas-pna-reddit"), "there is no run 'gas-pna-reddit'", "gas-gcn-reddit")
 
 
 def test_settings_of_every_level_can_be_overridden(graph: Path, tmp_path: Path):
@@ -342,8 +342,8 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
         (("convert", "no_edges.csv", "out"), ["no_edges.csv"]),
         (("partition", "demo", "shards=2"), ["say where to write the shards: hopline partition demo FOLDER"]),
         (("partition", "demo", "out"), ["say how many shards", "hopline partition demo out shards=4"]),
-        (("partition", "demo", "out", "--shard", "2"), ["Did you mean 'shards'?"]),
-        (("partition", "demo", "out", "--shards"), ["shards= is not valid"]),
+        (("partition", "demo", "out", "--shard", "2"), ["type shard=VALUE"]),
+        (("partition", "demo", "out", "--shards"), ["type shards=VALUE"]),
         (("partition", "demo", "out", "shards=2", "how=meits"), ["how=meits is not valid", "metis"]),
         (("datasets", "data_root=x"), ["takes no settings, and was given data_root=x", "HOPLINE_DATA"]),
     ],

@@ -41,10 +41,6 @@ EXEMPT = {
     "hl.extend.StepEnd": "a record; in the example of `hl.Callback`",
     "hl.interop.Adj": "a record; in the example of `hl.interop.Sample`",
     "hl.interop.FRAMEWORKS": "a dict, which cannot have a docstring; `hl.interop.to` names its keys",
-    "hl.interop.to_cupy": "runs on a GPU only",
-    "hl.interop.to_jax": "JAX is optional; tests/interop runs it where it is installed",
-    "hl.interop.to_paddle": "Paddle is optional; tests/interop runs it where it is installed",
-    "hl.interop.to_tensorflow": "TensorFlow is optional; tests/interop runs it where it is installed",
 }
 """Names without an example, and why."""
 

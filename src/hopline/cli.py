@@ -23,7 +23,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
@@ -57,17 +57,15 @@ app = typer.Typer(
     "--debug shows the traceback of an error.",
 )
 INTERRUPTED = 130
-"""Exit status of a command that Ctrl-C ended: 128 plus the number of SIGINT."""
 PIPE_COLUMNS = 140
 """Width of tables in characters, if standard output is not a terminal."""
+# `main` answers --keys itself, since typer would ask for missing arguments first.
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings. --keys lists them with their defaults.")
-]
-# Declared for the help text alone. `main` answers --keys itself, since typer would ask for missing
-# arguments first.
-ShowKeys = Annotated[
-    bool,
-    typer.Option("--keys", help="List all settings with their defaults. --keys GROUP describes one group in full."),
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings. --keys lists them with their defaults. --keys GROUP describes one group in full.",
+    ),
 ]
 SETTINGS = {
     "train": RunConfig,
@@ -78,7 +76,6 @@ SETTINGS = {
     "convert": ConvertConfig,
     "partition": PartitionConfig,
 }
-"""The settings class of each command that has settings."""
 
 
 @contextmanager
@@ -130,7 +127,6 @@ def train(
         ),
     ] = "demo",
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Train, evaluate and test a model, and write a run folder."""
     config = _run_config(name, overrides)
@@ -151,7 +147,6 @@ def train(
 def plan(
     name: Annotated[str, typer.Argument(help="A recipe, a dataset or a folder, as for train.")] = "demo",
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Compare the methods' memory and time per epoch within a budget. Does not train."""
     config = _run_config(name, overrides)
@@ -189,7 +184,6 @@ def _print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 def infer(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Predict with a run's weights, on its own or on new data, and write a file."""
     config = override(InferConfig(), overrides or [])
@@ -212,7 +206,6 @@ def infer(
 def print_metrics(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Print the metrics of a run's weights, on its own or on new data."""
     config = override(EvaluateConfig(), overrides or [])
@@ -229,7 +222,6 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write: .pt or .safetensors.")],
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Write a run's weights as a state_dict for PyG and torch, and the names of columns and classes beside them."""
     config = override(ExportConfig(), overrides or [])
@@ -254,12 +246,9 @@ def convert(
         Path, typer.Argument(metavar="FOLDER", help="The dataset folder to write.", show_default=False)
     ] = Path(),
     overrides: Overrides = None,
-    keys: ShowKeys = False,
 ) -> None:
     """Convert a graph into hopline's format, a folder of plain arrays."""
-    # Without a folder, typer takes the first setting for it.
-    is_folder_given = folder != Path() and "=" not in str(folder)
-    if not is_folder_given:
+    if not _is_folder_given(folder):
         raise ValueError(f"say where to write the dataset: hopline convert {source} FOLDER")
     config = override(ConvertConfig(), overrides or [])
     check_conversion(source, folder, config)
@@ -272,25 +261,18 @@ def convert(
         print(f"split: {data.meta['split']}")
 
 
-# typer leaves unknown options such as --shards 4 among the `overrides`.
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command()
 def partition(
     source: Annotated[str, typer.Argument(metavar="DATASET", help="A dataset's folder, file or name.")],
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="The folder of shards to write.", show_default=False)
     ] = Path(),
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Settings, such as shards=4 how=metis, or --shards 4 --how metis."),
-    ] = None,
-    keys: ShowKeys = False,
+    overrides: Overrides = None,
 ) -> None:
     """Partition a dataset into shards, one per rank."""
-    # Without a folder, typer takes the first setting for it, such as shards=4 or --shards.
-    is_folder_given = folder != Path() and "=" not in str(folder) and not str(folder).startswith("-")
-    if not is_folder_given:
+    if not _is_folder_given(folder):
         raise ValueError(f"say where to write the shards: hopline partition {source} FOLDER shards=4")
-    config = override(PartitionConfig(), _without_dashes(overrides or []))
+    config = override(PartitionConfig(), overrides or [])
     locate(source)
     from hopline.run import commands
 
@@ -298,15 +280,9 @@ def partition(
     print(f"written to {folder}")
 
 
-def _without_dashes(arguments: list[str]) -> list[str]:
-    """Arguments with `--key value` and `--key=value` as key=value."""
-    settings = []
-    words = iter(arguments)
-    for word in words:
-        if word.startswith("--") and "=" not in word:
-            word = f"{word}={next(words, '')}"
-        settings.append(word.removeprefix("--"))
-    return settings
+def _is_folder_given(folder: Path) -> bool:
+    # Without a folder, typer takes the first setting for it.
+    return folder != Path() and "=" not in str(folder)
 
 
 @app.command()
@@ -360,10 +336,7 @@ def doctor() -> None:
 
 
 def _run_config(name: str, overrides: list[str] | None) -> RunConfig:
-    """The settings of a recipe or dataset with overrides.
-
-    Raises ValueError if the dataset does not exist.
-    """
+    """The settings of a recipe or dataset with overrides. A dataset that does not exist is refused."""
     settings = list(overrides or [])
     if "=" in name:  # no name: `hopline train epochs=3` is the demo
         settings.insert(0, name)
@@ -476,9 +449,9 @@ def _main() -> None:
     except Exception as error:
         if debug:
             raise
-        failure = _describe_error(error)
-        print(f"error: {failure.message}", file=sys.stderr)
-        sys.exit(failure.status)
+        message, status = _describe_error(error)
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(status)
     if status == INTERRUPTED:  # typer may turn Ctrl-C into this status itself
         print("interrupted", file=sys.stderr)
     sys.exit(status)
@@ -497,20 +470,8 @@ def _check_command(arguments: list[str]) -> None:
         raise ValueError(f"there is no command {command!r}.{hint}")
 
 
-class _Failure(NamedTuple):
-    """The message of a command that failed, and its exit status."""
-
-    message: str
-    """One line for the user."""
-    status: int
-    """2 for a mistake that the user can mend, 1 for other errors."""
-
-
-def _describe_error(error: BaseException) -> _Failure:
-    """The message and the exit status for an exception.
-
-    Errors of hopline itself get the name of their type.
-    """
+def _describe_error(error: BaseException) -> tuple[str, int]:
+    """(a line for the user, the exit status) for an exception. Errors of hopline itself get the name of their type."""
     # An error in a stage of the pipeline is told as the stage raised it.
     if isinstance(error, StageError) and error.__cause__ is not None:
         error = error.__cause__
@@ -519,13 +480,13 @@ def _describe_error(error: BaseException) -> _Failure:
         option = str(getattr(error, "option_name", "")).lstrip("-")
         if option:
             message = f"{message}. Settings are key=value: type {option}=VALUE."
-        return _Failure(message, 2)
+        return (message, 2)
     if isinstance(error, OSError) and error.strerror:
         file = f"{error.filename}: " if error.filename else ""
-        return _Failure(f"{file}{error.strerror}: check the path, its permissions and the free space", 2)
+        return (f"{file}{error.strerror}: check the path, its permissions and the free space", 2)
     text = str(error) or type(error).__name__
     if isinstance(error, PeerError | RankError):
-        return _Failure(text, 1)
+        return (text, 1)
     if isinstance(error, ValueError | OSError):
-        return _Failure(text, 2)
-    return _Failure(f"{type(error).__name__}: {text} (run again with --debug for the traceback)", 1)
+        return (text, 2)
+    return (f"{type(error).__name__}: {text} (run again with --debug for the traceback)", 1)

@@ -44,14 +44,14 @@ def test_a_manifest_survives_writing_and_reading(folder: Path) -> None:
     [
         ({"format": "other"}, "its format is not"),
         ({"version": 99}, "format version 99"),
-        ({"task": "several"}, "its task is 'several'"),
+        ({"task": "several"}, "task=several"),
         ({"num_nodes": -1}, "out of range"),
-        ({"num_nodes": "40"}, "'num_nodes' is missing or not of type int"),
-        ({"num_edges": True}, "'num_edges'"),
-        ({"arrays": []}, "'arrays'"),
+        ({"num_nodes": "40"}, "num_nodes=40 is not valid: expected an integer"),
+        ({"num_edges": True}, "num_edges=True"),
+        ({"arrays": []}, r"arrays=\[\]"),
         ({"tables": {"../x": -1}}, "table"),
-        ({"arrays": {"y": {"file": "../y.npy"}}}, "'shape'"),
-        ({"meta": None}, "'meta'"),
+        ({"arrays": {"y": {"file": "../y.npy"}}}, "arrays.dtype"),
+        ({"meta": None}, "meta=None"),
     ],
 )
 def test_wrong_fields_are_named(folder: Path, changes: dict[str, Any], message: str) -> None:
@@ -78,7 +78,7 @@ def test_wrong_array_entries_are_refused(folder: Path, key: str, value: Any) -> 
     arrays = json.loads((folder / "manifest.json").read_text())["arrays"]
     arrays["y"][key] = value
     rewrite(folder, arrays=arrays)
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged \(its array 'y'|its field"):
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged \((its array 'y'|arrays\.shape=)"):
         read_manifest(folder)
 
 

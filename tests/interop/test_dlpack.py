@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hopline.interop import dlpack
-from hopline.interop.dlpack import FRAMEWORKS, aligned, from_any, to, to_cupy, to_jax, to_numpy
+from hopline.interop.dlpack import FRAMEWORKS, aligned, from_any, to
 
 
 def test_a_read_only_array_is_shared_without_a_word():
@@ -93,16 +93,16 @@ def test_memory_that_is_not_aligned_is_refused_by_those_that_need_it(framework: 
 
 def test_types_and_devices_that_a_framework_lacks_are_named(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match=r"NumPy .*torch\.bfloat16.*tensor\.float\(\)"):
-        to_numpy(torch.ones(2, dtype=torch.bfloat16))
+        to(torch.ones(2, dtype=torch.bfloat16), "numpy")
     with pytest.raises(ValueError, match=r"tensor.cpu\(\)"):
-        to_numpy(torch.ones(2, device="meta"))
+        to(torch.ones(2, device="meta"), "numpy")
     narrow = types.SimpleNamespace(config=types.SimpleNamespace(jax_enable_x64=False))
     monkeypatch.setattr(dlpack, "_import", lambda name: narrow)
     for wide in (torch.arange(2), torch.ones(2, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"index_dtype=torch\.int32"):
-            to_jax(wide)
+            to(wide, "jax")
     with pytest.raises(ValueError, match=r"tensor.cuda\(\)"):
-        to_cupy(torch.ones(2))
+        to(torch.ones(2), "cupy")
 
 
 def test_an_unknown_framework_gets_the_list():

@@ -86,13 +86,14 @@ def test_a_finished_run_shows_results_times_counters_and_settings(tmp_path: Path
     assert "0.8125 test accuracy" in shown_text
     assert "1.5 GiB peak host memory" in shown_text
     assert "2 s median time per epoch" in shown_text
-    assert "sample 0.50 1.25 0.35" in shown_text, "first epoch, mean and deviation of the later ones"
+    assert "sample 500 ms 1.25 s 354 ms" in shown_text, "first epoch, mean and deviation of the later ones"
+    assert "sample 7 500 ms 1.25 s 353 ms" in shown_text, "and the times of all stages, with calls"
     assert "bytes.h2d 6 KiB 2 KiB" in shown_text
     assert "cache.hits 12 –" in shown_text
     assert "method.fanouts 10,5" in shown_text
     assert "numba none" in shown_text
     assert re.findall(r"<figcaption>([^<]+)", page) == ["Loss", "Metrics", "Work by stage, in s"]
-    assert "learning rate 0.01" in shown_text, "a constant is a fact, not a chart"
+    assert "0.01 learning rate" in shown_text, "a constant is a tile, not a chart"
     assert "loss, epoch 2: 0.5" in page
     assert 'class="notice"' not in page
 
@@ -126,14 +127,12 @@ PIPELINE = {
 }
 
 
-def test_dataset_model_and_training_are_at_the_top(tmp_path: Path):
+def test_dataset_model_and_training_are_told(tmp_path: Path):
     shown_text = text(render(write(tmp_path, [START, *WHOLE])))
-    top = shown_text[: shown_text.index("Over epochs")]
-    assert "Dataset name papers nodes 111,059,956 edges 1,615,685,872 features 128 classes 172" in top
-    assert "training seeds 1,207,179" in top
-    assert "Model name GNN layers 2 × SAGEConv, 1 × GATConv parameters 20,624" in top
-    assert "method sampled fan-outs 15, 10 batch size 1,024 learning rate 0.01" in top
-    assert "device cuda:0 (NVIDIA H200) ranks 4" in top
+    facts = shown_text[shown_text.index("Data and model") :]
+    assert "dataset papers num_nodes 111,059,956 num_edges 1,615,685,872 num_features 128 num_classes 172" in facts
+    assert "layers SAGEConv,SAGEConv,GATConv num_parameters 20,624 method.kind sampled method.fanouts 15,10" in facts
+    assert "device cuda:0 (NVIDIA H200) num_ranks 4" in facts
 
 
 def test_the_parts_of_the_run_add_up_to_its_total(tmp_path: Path):
@@ -142,16 +141,15 @@ def test_the_parts_of_the_run_add_up_to_its_total(tmp_path: Path):
     page = render(write(tmp_path, [*records, CLOSE | {"elapsed_s": 6.0}]))
     shown_text = text(page)
     assert "6 s total time" in shown_text
-    assert (
-        "training 3.50 58% evaluation 0.10 1.7% checkpoints 1.50 25% everything else 0.90 15% total 6.00" in shown_text
-    )
+    parts = "training 3.5 s 58% evaluation 100 ms 1.7% checkpoints 1.5 s 25% everything else 900 ms 15% total 6 s"
+    assert parts in shown_text
 
 
 def test_the_time_of_an_epoch_that_was_killed_and_resumed_counts(tmp_path: Path):
     """Its seconds hold those before the kill, which no stamp counts."""
     shown_text = text(render(write(tmp_path, [epoch(1), epoch(2, seconds=7.0), CLOSE | {"elapsed_s": 3.0}])))
     assert "9 s total time" in shown_text
-    assert "training 9.00 100% evaluation 0 0% checkpoints 0 0% everything else 0 0% total 9.00" in shown_text
+    assert "training 9 s 100% evaluation 0 s 0% checkpoints 0 s 0% everything else 0 s 0% total 9 s" in shown_text
 
 
 @pytest.mark.parametrize("config", [{"evaluate": "async"}, {"train": {"evaluate": "async"}}])
@@ -160,7 +158,7 @@ def test_asynchronous_evaluations_are_no_part_of_the_total(tmp_path: Path, confi
     write(tmp_path, records)
     (tmp_path / "config.json").write_text(json.dumps({"format": 3, "config": config, "changed": []}))
     shown_text = text(render(tmp_path))
-    assert "evaluation 0.10 2.0%" in shown_text
+    assert "evaluation 100 ms 2.0%" in shown_text
     assert "at the same time" in shown_text
 
 
@@ -179,8 +177,7 @@ def test_a_constant_is_drawn_only_next_to_a_curve(tmp_path: Path):
     tested = evaluation(3, "test", 0.7)
     page = render(write(tmp_path, [*records, *(evaluation(n, "valid", 0.6) for n in (1, 2)), tested]))
     assert re.findall(r"<figcaption>([^<]+)", page) == ["Learning rate", "Work by stage, in s"]
-    assert "0.5 loss 7 seeds per second" in text(page)
-    assert "learning rate 0" not in text(page)
+    assert "0.5 loss 7 seeds per second" in text(page), "the learning rate has a chart"
     page = render(write(tmp_path, [*records, *(evaluation(n, "valid", n / 10) for n in (1, 2)), tested]))
     assert "test accuracy, epoch 3: 0.7" in page
 
@@ -193,10 +190,10 @@ def test_work_is_shown_in_place_of_times_that_hold_waiting(tmp_path: Path):
     assert "Work by stage, in s" in page
     assert "sample, epoch 2: 1<" in page
     assert "all stages, epoch 2: 4<" in page
-    assert "sample 1.00 1.00 0 25%" in shown_text
-    assert "forward bottleneck 3.00 3.00 0 75%" in shown_text, "the stage of the tile"
-    assert "all stages, one after the other 4.00 100%" in shown_text
-    assert "40.0" not in page
+    assert "sample 1 s 1 s 0 s 25%" in shown_text
+    assert "forward bottleneck 3 s 3 s 0 s 75%" in shown_text, "the stage of the tile"
+    assert "all stages, one after the other 4 s 100%" in shown_text
+    assert "40 s" not in page
     assert "</i>wait" not in page
     assert "include waiting" not in shown_text
 
@@ -214,8 +211,8 @@ def test_a_stage_has_one_colour_in_the_chart_and_in_the_table(tmp_path: Path):
 def test_no_time_is_written_with_an_exponent_or_many_zeros(tmp_path: Path):
     stages = {"forward": 0.3, "move": 3.848e-05, "wait": 0.0004688}
     page = text(render(write(tmp_path, [epoch(n, stages=stages, seconds=0.31) for n in (1, 2, 3)])))
-    assert "move &lt; 0.1 &lt; 0.1 0" in page
-    assert "wait 0.5 0.5 0" in page
+    assert "move 38.5 µs 38.5 µs 0 s" in page
+    assert "wait 469 µs 469 µs 0 s" in page
     assert not re.search(r"\d[eE]-\d|0\.000", page)
 
 
@@ -247,7 +244,7 @@ def test_a_killed_run_is_shown_as_far_as_it_got(tmp_path: Path):
     assert "1 line(s) of metrics.jsonl" in shown_text
     assert "0.5000 best valid accuracy (epoch 1)" in shown_text
     assert "3 epochs" in shown_text
-    assert "sample 0.50 1.25 0.35" in shown_text
+    assert "sample 500 ms 1.25 s 354 ms" in shown_text
     assert "bytes.h2d 6 KiB 2 KiB" in shown_text, "and so do totals"
 
 
@@ -255,8 +252,8 @@ def test_one_epoch_says_that_there_is_no_mean(tmp_path: Path):
     page = render(write(tmp_path, [epoch(1), CLOSE]))
     shown_text = text(page)
     assert "Only one epoch" in shown_text
-    assert "1 loss 50 seeds per second 1 epoch " in shown_text
-    assert "sample 0.50 – – gather 1.00 – –" in shown_text
+    assert "1 loss 0.01 learning rate 50 seeds per second 1 epoch " in shown_text
+    assert "sample 500 ms – – gather 1 s – –" in shown_text
     assert "<svg" not in page
 
 
@@ -298,7 +295,7 @@ def test_lines_that_are_not_records_are_left_out(tmp_path: Path):
 PLAN = {"event": "plan", "totals": [{"place": "host", "promised_bytes": 9}], "items": []}
 
 
-def test_damaged_records_give_a_page_or_name_a_line(tmp_path: Path):
+def test_damaged_records_give_a_page_or_name_the_file(tmp_path: Path):
     draw = random.Random(0)
     records = [*WHOLE, PLAN, {"event": "budget", "epoch": 1, "steps": 3}]
     content = "".join(json.dumps(record) + "\n" for record in records)
@@ -315,10 +312,10 @@ def test_damaged_records_give_a_page_or_name_a_line(tmp_path: Path):
         if number % 10 == 0:  # a run that is resumed reads the same lines
             Report(tmp_path, {}, resume=True, is_kept=lambda record: record.get("epoch") != 9)
     assert len(refusals) < 50
-    assert all(re.search(r"metrics\.jsonl', line [0-9]+ is damaged", text) for text in refusals)
+    assert all("metrics.jsonl" in text for text in refusals)
 
 
-def test_a_value_of_any_type_is_a_page_or_a_named_line(tmp_path: Path):
+def test_a_value_of_any_type_is_a_page_or_a_named_file(tmp_path: Path):
     refusals: list[str] = []
     for record in (*WHOLE[:2], END, CLOSE, PLAN):
         for key, value in itertools.product(record, (None, "x", 10**400, [3])):
@@ -329,9 +326,9 @@ def test_a_value_of_any_type_is_a_page_or_a_named_line(tmp_path: Path):
     assert refusals
     host = [{"place": "host"}]
     for lacking in ({"totals": [{"promised_bytes": 9}]}, {"totals": host}, {"items": host}):
-        with pytest.raises(ValueError, match=r"line 2 is damaged"):
+        with pytest.raises(ValueError, match=r"metrics\.jsonl"):
             render(write(tmp_path, [epoch(1), PLAN | lacking, epoch(2)]))
-    assert all(re.search(r"metrics\.jsonl', line 2 is damaged", text) for text in refusals)
+    assert all("metrics.jsonl" in text for text in refusals)
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])

@@ -90,7 +90,7 @@ def test_a_failure_is_raised_after_earlier_results_with_its_cause():
     thread = EvaluationThread(Fails(trainer.method), trainer.job)
     for snapshot in snapshots:
         thread.submit(snapshot)
-    thread._future.result(60)
+    assert thread._pending[-1].exception(60) is not None
     assert [one.epoch for one in thread.results()] == [1]
     with pytest.raises(EvaluationError, match="epoch 2 failed: ZeroDivisionError: no more") as caught:
         thread.results(wait=True)

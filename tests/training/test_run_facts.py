@@ -36,7 +36,7 @@ def test_the_start_of_a_run_is_recorded_once_before_its_first_epoch(tmp_path: Pa
         "num_ranks": 1,
     }
     assert (described["kind"], described["fanouts"], described["batch_size"]) == ("sampled", [4, 3], 50)
-    assert "training seeds</dt><dd>150</dd>" in (tmp_path / "report.html").read_text()
+    assert "num_seeds</td><td>150</td>" in (tmp_path / "report.html").read_text()
 
 
 class Broken(hl.Trainer):

@@ -777,10 +777,10 @@ def test_the_default_method_follows_the_models_depth():
     ("method", "words"),
     [
         ("auto", "hopline plan"),
-        ("histrical", r"such as hl.Historical\(\), not the string"),
-        (hl.FullBatch, r"such as hl.FullBatch\(\), not the class"),
-        (17, r"such as hl.Sampled\(\), not the object 17"),
-        ("Cluster-GCN", r"such as hl.Historical\(halo='drop'\), not the string"),
+        ("histrical", r"such as hl.Historical\(\), not "),
+        (hl.FullBatch, r"such as hl.FullBatch\(\), not "),
+        (17, r"such as hl.Sampled\(\), not 17"),
+        ("Cluster-GCN", r"such as hl.Historical\(halo='drop'\), not "),
     ],
 )
 def test_what_is_no_method_is_refused_with_what_to_write(method: Any, words: str):

@@ -173,7 +173,6 @@ def _node_checks(nodes: Nodes, where: Callable[[str], str]) -> dict[str, Callabl
 
 
 def _run_checks(checks: dict[str, Callable[[], None]], num_bytes: int) -> list[str]:
-    """Run all checks, with a progress bar if there are many bytes to read. Returns the sentences."""
     with progress("checking contents", len(checks), "arrays", enabled=num_bytes > SHOWN_BYTES) as bar:
         for check in checks.values():
             check()

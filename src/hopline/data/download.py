@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _HETEROPHILOUS = "HeterophilousGraphDataset"
 OGB_URL = "http://snap.stanford.edu/ogb/data/nodeproppred"
-"""Address of OGB's archives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,6 @@ class Source:
     """Class in `torch_geometric.datasets`, or the name of OGB's archive."""
     settings: dict[str, Any] = field(default_factory=dict)
     is_ogb: bool = False
-    """Whether `kind` is an archive of OGB."""
 
     def fetch(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
         """Download the files that are missing under `raw`, and convert them into the folder `target`.
@@ -49,7 +47,6 @@ class Source:
             self._fetch_pyg(raw, target, options)
 
     def _fetch_pyg(self, raw: Path, target: Path, options: dict[str, Any]) -> None:
-        """`fetch` by a class of PyG. A graph with classes but without masks gets a split by class."""
         from hopline.data.formats.pyg import from_pyg
         from hopline.data.nodes import KNOWN_TASKS, class_labels, per_class_split
 
@@ -199,7 +196,6 @@ SOURCES: dict[str, Source] = {
         _ogb("ogbn-papers100m", "citations, 111,059,956 nodes", "papers100M-bin"),
     )
 }
-"""Datasets that have a short name, by this name."""
 
 
 def find(name: str) -> Source | None:

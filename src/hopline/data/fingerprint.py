@@ -44,7 +44,6 @@ class _Entry(NamedTuple):
     version: int
     """Version counter of the tensor when the checksum was computed. Another one means that torch changed the tensor."""
     checksum: str
-    """CRC-32 as `checksum_text` writes it."""
 
 
 _checksums = WeakIdKeyDictionary()
@@ -83,15 +82,22 @@ def contents_of(data: Dataset) -> dict[str, str]:
     A key is the array's name in messages, such as "edge array 'weight'". The arrays are the edges, edge
     arrays, tables and labels. Splits are left out.
     """
+    return {name: ", ".join(map(_checksum_of, arrays)) for name, (_, arrays) in _arrays_by_name(data).items()}
+
+
+def _arrays_by_name(data: Dataset) -> dict[str, tuple[str, list[Tensor | Table]]]:
+    """(size and type, arrays) by name. Of a table whose rows are in no array: the table itself, whose rows are read."""
     graph = data.graph
-    contents = {"edges": f"{checksum_of(graph.indptr)}, {checksum_of(graph.indices)}"}
+    named: dict[str, tuple[str, list[Tensor | Table]]] = {
+        "edges": (f"{graph.num_nodes:,} nodes, {graph.num_edges:,} edges", [graph.indptr, graph.indices])
+    }
     for name, array in graph.edge.items():
-        contents[f"edge array {name!r}"] = checksum_of(array)
+        named[f"edge array {name!r}"] = (_describe(array.shape, array.dtype), [array])
     for name, table in data.tables.items():
-        contents[f"table {name!r}"] = table_checksum(table)
+        named[f"table {name!r}"] = (_describe(table.shape, table.dtype), _arrays_of(table))
     if data.y is not None:
-        contents["labels"] = checksum_of(data.y)
-    return contents
+        named["labels"] = (_describe(data.y.shape, data.y.dtype), [data.y])
+    return named
 
 
 def before_features(contents: Mapping[str, str], data: Dataset) -> dict[str, str]:
@@ -109,35 +115,25 @@ def fingerprint(data: Dataset) -> str:
 
 
 def table_checksum(table: Table) -> str:
-    """Dtype, shape and checksum of all rows of a table.
+    """Dtype, shape and checksum of all rows of a table."""
+    return ", ".join(map(_checksum_of, _arrays_of(table)))
 
-    Some tables do not hold all rows in one tensor (`storage` is None). Their rows are read in chunks, and
-    nothing is cached.
-    """
-    if isinstance(table, SparseTable):
-        return ", ".join(checksum_of(array) for array in (table.indptr, table.columns, table.values))
-    storage = table.storage()
-    if storage is not None:
-        return checksum_of(storage)
-    row_bytes = table.dtype.itemsize * torch.Size(table.shape[1:]).numel()
+
+def _checksum_of(array: Tensor | Table) -> str:
+    """As `checksum_of`. The rows of a table are read in chunks, and nothing is cached."""
+    if isinstance(array, Tensor):
+        return checksum_of(array)
+    row_bytes = array.dtype.itemsize * torch.Size(array.shape[1:]).numel()
     crc = 0
-    for ids in torch.arange(len(table)).split(max(1, CHUNK_BYTES // max(1, row_bytes))):
-        crc = checksum(table.read(ids), crc)
-    return f"{_describe(table.shape, table.dtype)} {checksum_text(crc)}"
+    for ids in torch.arange(len(array)).split(max(1, CHUNK_BYTES // max(1, row_bytes))):
+        crc = checksum(array.read(ids), crc)
+    return f"{_describe(array.shape, array.dtype)} {checksum_text(crc)}"
 
 
 def facts_of(data: Dataset) -> dict[str, Fact]:
     """The arrays of `contents_of`, by which ranks notice that they were given different data."""
-    graph = data.graph
-    size = f"{graph.num_nodes:,} nodes, {graph.num_edges:,} edges"
-    facts = {"the edges": _fact(size, graph.indptr, graph.indices)}
-    for name, array in graph.edge.items():
-        facts[f"edge array {name!r}"] = _fact(_describe(array.shape, array.dtype), array)
-    for name, table in data.tables.items():
-        facts[f"table {name!r}"] = _fact(_describe(table.shape, table.dtype), *_arrays_of(table))
-    if data.y is not None:
-        facts["the labels"] = _fact(_describe(data.y.shape, data.y.dtype), data.y)
-    return facts
+    words = {"edges": "the edges", "labels": "the labels"}
+    return {words.get(name, name): _fact(text, *arrays) for name, (text, arrays) in _arrays_by_name(data).items()}
 
 
 def ids_fact(ids: Tensor) -> Fact:

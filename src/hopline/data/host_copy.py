@@ -32,7 +32,6 @@ from hopline.distributed.world import World
 SHARED_MEMORY = Path("/dev/shm")
 """A file system in memory. Not every system has it."""
 PREFIX = "hopline-shared-"
-"""Beginning of the names of shared folders, by which leftovers are found."""
 YOUNG_S = 10.0
 """Age in seconds up to which a folder may belong to a rank that has not locked it yet."""
 
@@ -93,7 +92,6 @@ def _save(dataset: Dataset | None, name: str, cleanup: contextlib.ExitStack) -> 
 
 
 def _open(name: str) -> Dataset:
-    """The dataset that local rank 0 saved under this name."""
     folders = [parent / name / "data" for parent in _parents()]
     folder = next((folder for folder in folders if folder.is_dir()), folders[-1])
     opened = open_folder(folder)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,6 @@ class Inputs:
     symmetric: bool | None
     """Whether every edge had its reverse. None: not known."""
     task: LabelKind
-    """Kind of labels."""
     num_classes: int
     """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     classes: list[str] | None
@@ -143,7 +143,7 @@ class Inputs:
             return None
 
         def change(table: Table) -> Table:
-            ordered = table if order is None else _Columns(table, order)
+            ordered = table if order is None else _Changed(table, partial(_take_columns, order=order))
             if is_made:
                 return ordered
             if kind == "normalized":
@@ -151,7 +151,7 @@ class Inputs:
             assert self.features is not None
             # float64 holds every number of float32, so no bit is lost on the way through JSON.
             mean, deviation = (torch.tensor(self.features[key], dtype=torch.float64) for key in ("mean", "deviation"))
-            return _Standardized(ordered, mean, deviation)
+            return _Changed(ordered, partial(standardize, mean=mean, deviation=deviation))
 
         return change
 
@@ -298,49 +298,29 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-class _Columns(Table):
-    """Some columns of a table, in another order. Rows are read from it when they are asked for."""
+class _Changed(Table):
+    """The rows of a table, changed by a function when they are read."""
 
-    def __init__(self, table: Table, order: Tensor) -> None:
+    def __init__(self, table: Table, change: Callable[[Tensor], Tensor]) -> None:
         self.table = table
-        self.order = order  # [num_columns] int64: columns of `table`
+        self.change = change
+        self._no_rows = change(table.read(torch.zeros(0, dtype=torch.int64)))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.table), self.order.numel())
+        return (len(self.table), *self._no_rows.shape[1:])
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.table.dtype
+        return self._no_rows.dtype
 
     @property
     def num_bytes(self) -> int:
         return 0
 
     def read(self, ids: Tensor) -> Tensor:
-        rows = self.table.read(ids)
-        return rows[:, self.order.to(rows.device)]
+        return self.change(self.table.read(ids))
 
 
-class _Standardized(Table):
-    """The rows of a table, standardised by given numbers when they are read."""
-
-    def __init__(self, table: Table, mean: Tensor, deviation: Tensor) -> None:
-        self.table = table
-        self.mean = mean
-        self.deviation = deviation
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.table.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.promote_types(self.table.dtype, torch.float32)
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
-
-    def read(self, ids: Tensor) -> Tensor:
-        return standardize(self.table.read(ids), self.mean, self.deviation)
+def _take_columns(rows: Tensor, order: Tensor) -> Tensor:
+    return rows[:, order.to(rows.device)]

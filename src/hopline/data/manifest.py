@@ -11,14 +11,14 @@ import re
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from hopline.data.arrays import DTYPES, checksum_text, file_bytes, npy_header
 from hopline.data.paths import MANIFEST
-from hopline.tasks.kinds import TASKS, LabelKind
+from hopline.tasks.kinds import LabelKind
+from hopline.util.config import from_dict
 
 FORMAT = "hopline-dataset"
-"""Value of the field "format"."""
 VERSION = 1
 """Value of the field "version". Other versions are refused."""
 MAX_BYTES = 1 << 26
@@ -53,14 +53,12 @@ class Manifest:
     """Number of stored (directed) edges."""
     task: LabelKind
     num_classes: int
-    """Number of classes, of labels in the multi-label task, or of numbers per node in a regression."""
     num_splits: int
     """Number of alternative splits in the folder, each of train, valid and test nodes."""
     tables: dict[str, int]
     """Table name -> number of columns of a sparse (CSR) table, or -1 for a dense one."""
     arrays: dict[str, ArrayEntry]
     meta: dict[str, Any]
-    """Origin of the dataset, in plain JSON values."""
 
 
 def is_name(text: str) -> bool:
@@ -119,63 +117,29 @@ def _parse_manifest(fields: Any) -> Manifest:
     checksum = fields.pop("manifest_checksum", None)
     if checksum != checksum_text(zlib.crc32(_canonical_json(fields))):
         raise ValueError("its checksum does not match its text")
-    task = _get_field(fields, "task", str)
-    if task not in TASKS:
-        raise ValueError(f"its task is {task!r}, not one of {', '.join(TASKS)}")
-    arrays = {name: _parse_entry(name, value) for name, value in _get_field(fields, "arrays", dict).items()}
-    tables = _get_field(fields, "tables", dict)
-    for name, num_columns in tables.items():
-        if not is_array_name(name) or type(num_columns) is not int or num_columns < -1:
+    del fields["format"], fields["version"]
+    manifest = from_dict(Manifest, fields)
+    for key in ("num_nodes", "num_edges", "num_classes", "num_splits"):
+        count = getattr(manifest, key)
+        if not 0 <= count < _MAX_COUNT:
+            raise ValueError(f"its field {key!r} is {count}, which is out of range")
+    for name, num_columns in manifest.tables.items():
+        if not is_array_name(name) or num_columns < -1:
             raise ValueError(f"its table {name!r} is not described by a number of columns")
-    return Manifest(
-        name=_get_field(fields, "name", str),
-        num_nodes=_get_count(fields, "num_nodes"),
-        num_edges=_get_count(fields, "num_edges"),
-        task=cast(LabelKind, task),
-        num_classes=_get_count(fields, "num_classes"),
-        num_splits=_get_count(fields, "num_splits"),
-        tables=tables,
-        arrays=arrays,
-        meta=_get_field(fields, "meta", dict),
-    )
+    for name, entry in manifest.arrays.items():
+        _check_entry(name, entry)
+    return manifest
 
 
-def _get_field(fields: dict[str, Any], key: str, kind: type) -> Any:
-    """A field that must have exactly this type: `True` is not an int."""
-    value = fields.get(key)
-    if type(value) is not kind:
-        raise ValueError(f"its field {key!r} is missing or not of type {kind.__name__}")
-    return value
-
-
-def _get_count(fields: dict[str, Any], key: str) -> int:
-    """A field that must be a whole number from 0 to _MAX_COUNT - 1."""
-    value = _get_field(fields, key, int)
-    if not 0 <= value < _MAX_COUNT:
-        raise ValueError(f"its field {key!r} is {value}, which is out of range")
-    return value
-
-
-def _parse_entry(name: str, value: Any) -> ArrayEntry:
-    """The entry of one array. Its file name must be that of the array, so it cannot name a file elsewhere."""
-    if not is_name(name) or type(value) is not dict:
-        raise ValueError(f"its array {name!r} is not described by an object")
-    shape = tuple(_get_field(value, "shape", list))
-    has_valid_sizes = all(type(size) is int and 0 <= size < _MAX_COUNT for size in shape)
-    if not 1 <= len(shape) <= 4 or not has_valid_sizes:
-        raise ValueError(f"its array {name!r} has the shape {list(shape)}")
-    dtype = _get_field(value, "dtype", str)
-    if dtype not in DTYPES:
-        raise ValueError(f"its array {name!r} has the unknown type {dtype!r}")
-    if _get_field(value, "num_bytes", int) != file_bytes(DTYPES[dtype], shape):
+def _check_entry(name: str, entry: ArrayEntry) -> None:
+    """Check the entry of one array. Its file name must be that of the array, so it cannot name a file elsewhere."""
+    has_valid_sizes = all(0 <= size < _MAX_COUNT for size in entry.shape)
+    if not 1 <= len(entry.shape) <= 4 or not has_valid_sizes:
+        raise ValueError(f"its array {name!r} has the shape {list(entry.shape)}")
+    if entry.dtype not in DTYPES:
+        raise ValueError(f"its array {name!r} has the unknown type {entry.dtype!r}")
+    if entry.num_bytes != file_bytes(DTYPES[entry.dtype], entry.shape):
         raise ValueError(f"its array {name!r} has a size that does not fit its shape")
-    if _get_field(value, "file", str) != f"{name}.npy" or not _CHECKSUM.fullmatch(_get_field(value, "checksum", str)):
+    if not is_name(name) or entry.file != f"{name}.npy" or not _CHECKSUM.fullmatch(entry.checksum):
         raise ValueError(f"its array {name!r} has no valid file name or checksum")
-    npy_header(DTYPES[dtype], shape)  # refuses a shape whose header does not fit
-    return ArrayEntry(
-        file=value["file"],
-        dtype=dtype,
-        shape=shape,
-        num_bytes=value["num_bytes"],
-        checksum=value["checksum"],
-    )
+    npy_header(DTYPES[entry.dtype], entry.shape)  # refuses a shape whose header does not fit

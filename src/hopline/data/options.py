@@ -119,13 +119,10 @@ def check_shares(shares: Any) -> None:
     They must be three numbers from 0 on, at most 1 together, the first above 0.
     """
     example = "such as 0.6,0.2,0.2"
-    if not isinstance(shares, tuple | list) or not all(isinstance(share, numbers.Real) for share in shares):
-        raise ValueError(
-            f"The shares of a split are three numbers, {example} for train, valid and test, not {shares!r}."
-        )
+    is_list = isinstance(shares, tuple | list) and all(isinstance(share, numbers.Real) for share in shares)
+    if not is_list or len(shares) != 3:
+        raise ValueError(f"A split has three shares, {example} for train, valid and test, not {shares!r}.")
     text = ",".join(f"{share:g}" for share in shares)
-    if len(shares) != 3:
-        raise ValueError(f"A split has three shares, {example} for train, valid and test, not {text or 'none'}.")
     if not all(share >= 0 for share in shares):
         raise ValueError(f"The shares of a split are {text}, and none may be below 0: give shares {example}.")
     if math.fsum(shares) > 1 + 1e-9:  # 0.7 + 0.2 + 0.1 is not 1 in floating point

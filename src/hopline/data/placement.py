@@ -72,7 +72,6 @@ class Layout:
     graph: Literal["device", "pinned", "host"]
     """Place of the edges. With "pinned", `indptr` is on the device."""
     features: Literal["device", "pinned", "host"]
-    """Place of the table "x"."""
     cache: int
     """Bytes of pinned rows that are copied to the device."""
     labels: bool

@@ -29,7 +29,6 @@ if TYPE_CHECKING:  # finding a dataset needs no torch; opening one imports what 
     from hopline.data.dataset import Dataset
 
 ALIASES = {"products": "ogbn-products", "arxiv": "ogbn-arxiv", "papers100m": "ogbn-papers100m"}
-"""Short names of datasets, and the names that they stand for."""
 IN_MEMORY = ("demo", "planted")
 """Built-in graphs that are generated at each opening. Others are generated once, under the data root."""
 
@@ -238,7 +237,6 @@ def _write_once(target: Path, write: Callable[[], object]) -> None:
 
 
 def _folder_name(name: str, options: Mapping[str, Any]) -> str:
-    """Name of the folder for a dataset with these options. Other options have another folder."""
     return "-".join([name, *(f"{key}={value}" for key, value in sorted(options.items()))])
 
 

@@ -32,7 +32,6 @@ from hopline.tables import SparseTable, Table, TensorTable
 from hopline.util.progress import progress
 
 ADVICE = "convert or copy the dataset again"
-"""End of the error messages about damaged folders."""
 SHARDS = "shards"
 """Key in the `meta` of a manifest. A folder that has it holds shards of a dataset, or is a shard itself."""
 SPARSE = ("indptr", "columns", "values")

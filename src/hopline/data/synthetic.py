@@ -128,7 +128,6 @@ def _move_to_device(dataset: Dataset, device: torch.device) -> Dataset:
 
 
 def _make_symmetric(settings: PlantedPartition, name: str, meta: dict[str, Any]) -> Dataset:
-    """Generate half of the edges and add the reverse of each, in memory."""
     half = planted_partition(replace(settings, symmetric=False, num_edges=settings.num_edges // 2))
     both = from_edges(half.graph.edge_index(), num_nodes=settings.num_nodes, symmetrize=True)
     return replace(half, name=name, graph=both.graph, meta=meta)
@@ -167,10 +166,7 @@ def _make_chunks(settings: PlantedPartition) -> Iterator[dict[str, Tensor]]:
 
 
 def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_before: int) -> dict[str, Tensor]:
-    """The rows of all arrays for `count` nodes from `first` on.
-
-    num_edges_before: Number of in-edges of all nodes before `first`.
-    """
+    """The rows of all arrays for `count` nodes from `first` on. num_edges_before: of the nodes before `first`."""
     from hopline.ops.cpu import synthetic as kernels
     from hopline.ops.cpu.runtime import over_ranges
 
@@ -234,7 +230,6 @@ def _splits(settings: PlantedPartition, first: int, split_ranks: Tensor) -> dict
 
 
 def _keys(settings: PlantedPartition) -> list[int]:
-    """Keys of the draws: of ranks, edges, features and splits."""
     return [derive_key(settings.seed, purpose) for purpose in range(4)]
 
 

@@ -41,7 +41,6 @@ from hopline.util.file_lock import FileLock
 from hopline.util.files import sync_folder
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of the system that mean: no space on the disk, quota exceeded, file too large."""
 _HOST = re.sub(r"[^A-Za-z0-9]", "_", platform.node()) or "host"
 """This host in the names of temporary folders: a process id says nothing about processes of other hosts."""
 

@@ -32,7 +32,6 @@ class Fact(NamedTuple):
     sample: Callable[[], str] | None = None
     """Computes a checksum of some rows. Called if an array has no checksum on some rank."""
     advice: str = "give every rank the same"
-    """What to do if ranks differ."""
 
     def plain(self, *, sampled: bool) -> list[str]:
         """The fact for a message: text, checksum, and a checksum of some rows if it is needed or asked for."""

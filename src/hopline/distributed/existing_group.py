@@ -18,7 +18,6 @@ same store.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import weakref
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat, get_all
+from hopline.distributed.heartbeat import Heartbeat, NoHeartbeat
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.membership import Membership
 from hopline.distributed.world import (
@@ -43,6 +42,7 @@ from hopline.distributed.world import (
     reason_of,
     sentence,
     share_of_cores,
+    tell_all,
 )
 from hopline.util.errors import PeerError
 from hopline.util.host import allowed_cores, host_identity
@@ -50,7 +50,7 @@ from hopline.util.host import allowed_cores, host_identity
 
 @dataclass(frozen=True, kw_only=True)
 class Introduction:
-    """What a rank knows about itself before it knows the others. It travels as JSON."""
+    """What a rank knows about itself before it knows the others."""
 
     host: str
     """Identity of its host. Equal on ranks that can share memory."""
@@ -84,14 +84,19 @@ def join_existing_group(device: torch.device, timeout_s: float | None) -> World:
         partial(_start_heartbeat, store, rank, size), group, served_store=store if rank == 0 else None
     )
     try:
-        introductions = _introduce(store, rank, size, device)
+        own = Introduction(
+            host=host_identity(),
+            cores=allowed_cores(),
+            current_gpu=torch.cuda.current_device() if device.type == "cuda" else None,
+        )
+        introductions = [Introduction(**told) for told in tell_all(store, "introduction", rank, size, asdict(own))]
         spec = spec_of(introductions, rank, backend, timeout_s)
         on_host = [other for other in introductions if other.host == introductions[rank].host]
         if device.type == "cuda":
             device = find_gpu(device, spec, on_host)
             torch.cuda.set_device(device)
         if backend == "nccl":
-            gpus = _tell_all(store, "gpu", rank, size, gpu_identity(str(device)))
+            gpus = tell_all(store, "gpu", rank, size, gpu_identity(str(device)))
             check_own_gpus(gpus, "start one process per GPU, or initialise the process group with backend gloo")
         spec = replace(spec, device=str(device))
         world = World(spec, membership, cores=share_of_cores([other.cores for other in on_host]))
@@ -181,24 +186,3 @@ def _owner_timeout_s() -> float:
         with contextlib.suppress(RuntimeError, AttributeError):
             return group._get_backend(torch.device(kind)).options._timeout.total_seconds()
     return LaunchSettings().timeout_s
-
-
-def _introduce(store: dist.Store, rank: int, size: int, device: torch.device) -> list[Introduction]:
-    """Introductions of all ranks, by rank. Every rank must call this."""
-    own = Introduction(
-        host=host_identity(),
-        cores=allowed_cores(),
-        current_gpu=torch.cuda.current_device() if device.type == "cuda" else None,
-    )
-    texts = _tell_all(store, "introduction", rank, size, json.dumps(asdict(own)))
-    return [Introduction(**json.loads(text)) for text in texts]
-
-
-def _tell_all(store: dist.Store, what: str, rank: int, size: int, text: str) -> list[str]:
-    """The texts of all ranks, by rank, once all have written theirs into the store. what: the same on all ranks."""
-    store.set(f"{what}/{rank}", text)
-    try:
-        return [value.decode() for value in get_all(store, [f"{what}/{other}" for other in range(size)])]
-    except RuntimeError as error:
-        silent = [other for other in range(size) if not store.check([f"{what}/{other}"])]
-        raise PeerError(f"ranks {silent} of the process group stopped answering ({reason_of(error)})") from error

@@ -214,10 +214,7 @@ def _flatten(bucket: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _unflatten(bucket: Sequence[Tensor], flat: Tensor) -> None:
-    """Write the sums of a flat tensor into the gradients of its bucket.
-
-    flat: as `_flatten` made it, reduced.
-    """
+    """Write the sums of a flat tensor into the gradients of its bucket. flat: as `_flatten` made it, reduced."""
     parts = flat[: -len(bucket)].split([p.numel() for p in bucket])
     # `tolist` synchronises with a GPU. So the flags are read only if this rank misses a gradient.
     ranks_with_gradient = [1.0] * len(bucket)

@@ -36,7 +36,6 @@ class _Message(NamedTuple):
     """The latest message of a rank, as this rank has read it."""
 
     words: str
-    """Text that `WORDS` matches."""
     seen_s: float
     """When this rank first read these words, in seconds of its own `time.monotonic`."""
 

@@ -177,11 +177,9 @@ class _Child:
     rank: int
     process: Any
     pipe: Connection
-    """The parent's end of the pipe that the rank writes to."""
     messages: dict[str, Any] = field(default_factory=dict)
     """All that the rank has written, by key: "ready"; "result"; or "error", "kind" and perhaps "trace"."""
     is_ended_by_us: bool = False
-    """Whether the parent sent the signal that ended it."""
 
     @property
     def is_ready(self) -> bool:
@@ -257,8 +255,7 @@ def _spawn(function: Callable[..., Any], args: Sequence[Any], first: RankSpec, n
 def _forward_signals(children: list[_Child]) -> Generator[list[int]]:
     """A context that forwards the first signal of each kind to the ranks. A second Ctrl-C kills them.
 
-    children: Ranks, to which the caller may add meanwhile.
-    Yields a list to which the numbers of received signals are added.
+    The caller may add children meanwhile. Yields a list to which the numbers of received signals are added.
     """
     received: list[int] = []
 
@@ -365,12 +362,7 @@ def _run_child(
     parent: int,
     sends_result: bool,
 ) -> None:
-    """Run a spawned rank from its start to its exit.
-
-    pipe: The rank's end of the pipe to the parent.
-    parent: Process id of the parent.
-    sends_result: Whether the parent wants what the function returns.
-    """
+    """Run a spawned rank from its start to its exit. pipe: to the parent. parent: its process id."""
     _end_with_parent(parent)
     # Ctrl-C in a terminal goes to every process of its group. A group of its own leaves forwarding to the
     # parent.

@@ -83,7 +83,6 @@ class Membership:
         self._num_exchanges = 0
         """The number of collective calls that this rank had begun when the last heartbeat was stopped."""
         self._last_words = ""
-        """The last message of this rank. "" until `close`."""
         self._lock = threading.Lock()
         self._heartbeat: Heartbeat | NoHeartbeat | None = start_heartbeat(0) if self.is_launched else None
 

@@ -153,10 +153,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def _open(
     path: str, identity: tuple[int, int], offset: int, dtype: str, shape: tuple[int, ...], writable: bool
 ) -> SharedArray:
-    """Unpickle a `SharedArray`: open the file of a handle and map it.
-
-    identity: as `_identity` was at pickling.
-    """
+    """Unpickle a `SharedArray`: open the file of a handle and map it. identity: `_identity` at pickling."""
     gone = (
         f"what was shared is no longer there ({path}): the process that sent it must run on this host, and not have "
         "called hl.interop.release(), until it is opened"

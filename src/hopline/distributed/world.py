@@ -53,13 +53,11 @@ class RankSpec(Rank):
     """All that a process needs to know to be a rank. Plain data, which is sent to a process that starts."""
 
     device: str = "cpu"
-    """Where the rank trains."""
     backend: str = "gloo"
     """Backend of the process group: "gloo" or "nccl"."""
     timeout_s: float = 600.0
     """Seconds to wait for a rank that does not answer."""
     keeps_store: bool = False
-    """Whether this process serves the store."""
 
 
 class World:
@@ -182,7 +180,8 @@ class World:
                 world.num_cores = _find_share_of_cores(spec, store)
                 if world.device.type == "cuda":
                     torch.cuda.set_device(world.device)
-                with defaults_in_environment(_backend_environment(spec)):
+                several_hosts = spec.local_size < spec.size
+                with defaults_in_environment(_backend_environment(spec.backend, spec.address, several_hosts)):
                     dist.init_process_group(
                         spec.backend,
                         store=dist.PrefixStore("group", store),
@@ -511,7 +510,7 @@ def _connect_stores(spec: RankSpec) -> tuple[dist.Store, dist.Store]:
 
 
 class _Seat(NamedTuple):
-    """What a rank writes about itself into the store, as a JSON list, before it joins the process group."""
+    """What a rank writes about itself into the store before it joins the process group."""
 
     size: int
     node: int
@@ -536,10 +535,7 @@ def _find_share_of_cores(spec: RankSpec, store: dist.Store) -> int:
         cores=allowed_cores(),
         gpu=gpu_identity(spec.device) if spec.backend == "nccl" else "",
     )
-    store.set(f"seat/{spec.rank}", json.dumps(own_seat))
-    values = get_all(store, [f"seat/{r}" for r in range(spec.size)])
-    seats = [_read_seat(rank, value, spec) for rank, value in enumerate(values)]
-
+    seats = [_Seat(*seat) for seat in tell_all(store, "seat", spec.rank, spec.size, own_seat)]
     for rank, seat in enumerate(seats):
         if seat.size != spec.size:
             raise ValueError(
@@ -568,16 +564,14 @@ def share_of_cores(cores_on_host: Iterable[Sequence[int]]) -> int:
     return max(1, num_cores() // num_sharing)
 
 
-def _read_seat(rank: int, value: bytes, spec: RankSpec) -> _Seat:
-    """The seat of a rank, as the store has it. Any process that reaches the store may have written it."""
+def tell_all(store: dist.Store, what: str, rank: int, size: int, value: Any) -> list[Any]:
+    """The plain values of all ranks, by rank, once all have written theirs into the store. what: names the values."""
+    store.set(f"{what}/{rank}", json.dumps(value))
     try:
-        size, node, cores, gpu = json.loads(value.decode())
-    except (ValueError, TypeError) as error:  # UnicodeDecodeError is a ValueError
-        raise ValueError(
-            f"what stands for rank {rank} at {spec.address}:{spec.port} was not written by hopline ({value[:40]!r}): "
-            "choose another address=HOST:PORT"
-        ) from error
-    return _Seat(size=size, node=node, cores=cores, gpu=gpu)
+        return [json.loads(text) for text in get_all(store, [f"{what}/{other}" for other in range(size)])]
+    except RuntimeError as error:
+        silent = [other for other in range(size) if not store.check([f"{what}/{other}"])]
+        raise PeerError(f"ranks {silent} of the process group stopped answering ({reason_of(error)})") from error
 
 
 def gpu_identity(device: str) -> str:
@@ -596,13 +590,13 @@ def check_own_gpus(gpus: Sequence[str], advice: str) -> None:
             )
 
 
-def _backend_environment(spec: RankSpec) -> dict[str, str]:
-    """Environment variables that the backend reads when it starts, and their values."""
-    if spec.backend == "nccl":
+def _backend_environment(backend: str, address: str, several_hosts: bool) -> dict[str, str]:
+    """Environment variables that a backend reads when it starts. address: of the ranks' store. "": gloo chooses."""
+    if backend == "nccl":
         return {"TORCH_NCCL_BLOCKING_WAIT": "1"}  # a lost rank raises an error; by default it aborts the process
     # By default gloo resolves the host's own name, which on many hosts is an address that no other host can
     # reach.
-    name = interface_towards(spec.address, several_hosts=spec.local_size < spec.size)
+    name = interface_towards(address, several_hosts=several_hosts) if address else None
     return {"GLOO_SOCKET_IFNAME": name} if name else {}
 
 
@@ -629,18 +623,11 @@ def interface_towards(address: str, *, several_hosts: bool) -> str | None:
 
 def new_group(backend: str, timeout_s: float) -> GroupHandle:
     """A new process group of all ranks. Every rank must call this."""
-    variables: dict[str, str] = {}
-    if backend == "nccl":
-        variables["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # a lost rank raises an error; by default it aborts the process
-    elif "gloo" not in distributed_c10d.get_backend_config():
-        # By default gloo resolves the host's own name, which may be an address that other hosts cannot
-        # reach. The address of the owner's store tells which network interface leads to them. If the
-        # owner's group uses gloo itself, its settings work as they are.
-        host = address_of(distributed_c10d._get_default_store()).rpartition(":")[0]
-        interface = interface_towards(host, several_hosts=True) if host else None
-        if interface:
-            variables["GLOO_SOCKET_IFNAME"] = interface
-    with defaults_in_environment(variables):
+    # The address of the owner's store tells which network interface leads to the other ranks. If the owner's group uses
+    # gloo itself, its settings work as they are.
+    is_known = "gloo" in distributed_c10d.get_backend_config()
+    host = "" if is_known else address_of(distributed_c10d._get_default_store()).rpartition(":")[0]
+    with defaults_in_environment(_backend_environment(backend, host, several_hosts=True)):
         return GroupHandle(dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)))
 
 

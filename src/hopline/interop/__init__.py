@@ -22,7 +22,7 @@ import sys
 
 from hopline.distributed.shared_memory import release
 from hopline.interop.arrays import Features, graph, graph_from_edges, shared, table
-from hopline.interop.dlpack import FRAMEWORKS, from_any, to, to_cupy, to_jax, to_numpy, to_paddle, to_tensorflow
+from hopline.interop.dlpack import FRAMEWORKS, from_any, to
 from hopline.interop.sampler import Adj, Sample, Sampler, batch_to
 
 # TensorFlow and Triton each bring an LLVM. Triton's ends the process if it is loaded second. So it is
@@ -44,9 +44,4 @@ __all__ = [
     "shared",
     "table",
     "to",
-    "to_cupy",
-    "to_jax",
-    "to_numpy",
-    "to_paddle",
-    "to_tensorflow",
 ]

@@ -1,12 +1,10 @@
 """Tensors as arrays of other frameworks, and back, over the same memory.
 
 DLPack is a protocol by which frameworks hand over an array without a copy: a pointer, a shape, strides and
-a dtype. `from_any` makes a tensor over an array, and `to_numpy`, `to_jax`, ... make an array over a tensor.
+a dtype. `from_any` makes a tensor over an array, and `to` makes an array over a tensor.
 
-A framework that cannot share a tensor may copy it silently, or end the process. So each `to_...` function
-checks the tensor before it calls the framework, and its error has the line of code that helps. A write on
-one side is seen on the other. JAX takes its arrays for constant, so a tensor must not be written after
-`to_jax`.
+A framework that cannot share a tensor may copy it silently, or end the process. So `to` checks the tensor before it
+calls the framework, and its error has the line of code that helps. A write on one side is seen on the other.
 """
 
 from __future__ import annotations
@@ -60,32 +58,14 @@ def from_any(array: Any) -> Tensor:
     raise TypeError(f"{kind} is no array that can be shared (it has no __dlpack__): pass one, or a list of numbers")
 
 
-def to_numpy(tensor: Tensor) -> Any:
-    """Return a NumPy array over the tensor's memory.
-
-    Raises:
-        TypeError: It is no tensor.
-        ValueError: The tensor is on a GPU, requires a gradient, or is sparse or not contiguous.
-
-    Example:
-        >>> hl.interop.to_numpy(torch.arange(3))
-        array([0, 1, 2])
-    """
+def _to_numpy(tensor: Tensor) -> Any:
     _check(tensor, "NumPy")
     if tensor.device.type != "cpu":
-        raise ValueError("NumPy arrays are in host memory: type tensor.cpu() first, which copies, or use to_cupy")
+        raise ValueError("NumPy arrays are in host memory: type tensor.cpu() first, which copies, or ask for cupy")
     return _convert("NumPy", tensor, lambda: tensor.numpy())
 
 
-def to_jax(tensor: Tensor) -> Any:
-    """Return a JAX array over the tensor's memory.
-
-    JAX takes it for constant, so it must not be written any more.
-
-    Raises:
-        ImportError: JAX is not installed.
-        ValueError: JAX would copy the tensor, or cannot share it.
-    """
+def _to_jax(tensor: Tensor) -> Any:
     jax = _import("jax")
     _check(tensor, "JAX", must_be_aligned=True)
     is_64_bits = tensor.dtype in (torch.int64, torch.uint64, torch.float64, torch.complex128)
@@ -97,63 +77,46 @@ def to_jax(tensor: Tensor) -> Any:
     return _convert("JAX", tensor, lambda: jax.dlpack.from_dlpack(tensor, copy=False))
 
 
-def to_tensorflow(tensor: Tensor) -> Any:
-    """Return a TensorFlow tensor over the tensor's memory.
-
-    Raises:
-        ImportError: TensorFlow is not installed.
-        ValueError: TensorFlow cannot share the tensor, or sees no GPU.
-    """
+def _to_tensorflow(tensor: Tensor) -> Any:
     tensorflow = _import("tensorflow")
     _check(tensor, "TensorFlow", must_be_aligned=True)
-    if tensor.is_cuda:
-        if not tensorflow.config.list_physical_devices("GPU"):
-            raise ValueError("this TensorFlow sees no GPU: type tensor.cpu() first, which copies")
-        # A capsule of `to_dlpack` names no stream, so TensorFlow does not wait for kernels in torch's queue.
-        torch.cuda.current_stream(tensor.device).synchronize()
-    # TensorFlow takes a capsule. JAX and CuPy take the tensor itself, and ask it for a capsule.
+    if tensor.is_cuda and not tensorflow.config.list_physical_devices("GPU"):
+        raise ValueError("this TensorFlow sees no GPU: type tensor.cpu() first, which copies")
+    # TensorFlow and Paddle take a capsule. JAX and CuPy take the tensor itself, and ask it for a capsule.
     from_dlpack = tensorflow.experimental.dlpack.from_dlpack
-    return _convert("TensorFlow", tensor, lambda: from_dlpack(to_dlpack(tensor)))
+    return _convert("TensorFlow", tensor, lambda: from_dlpack(_capsule(tensor)))
 
 
-def to_paddle(tensor: Tensor) -> Any:
-    """Return a Paddle tensor over the tensor's memory.
-
-    Raises:
-        ImportError: Paddle is not installed.
-        ValueError: Paddle cannot share the tensor, or has no CUDA.
-    """
+def _to_paddle(tensor: Tensor) -> Any:
     paddle = _import("paddle")
     _check(tensor, "Paddle")
+    if tensor.is_cuda and not paddle.is_compiled_with_cuda():
+        raise ValueError("this Paddle has no CUDA: type tensor.cpu() first, which copies")
+    return _convert("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(_capsule(tensor)))
+
+
+def _capsule(tensor: Tensor) -> Any:
+    """A DLPack capsule. It names no stream, so its reader would not wait for kernels in torch's queue: this does."""
     if tensor.is_cuda:
-        if not paddle.is_compiled_with_cuda():
-            raise ValueError("this Paddle has no CUDA: type tensor.cpu() first, which copies")
-        # A capsule of `to_dlpack` names no stream, so Paddle does not wait for kernels in torch's queue.
         torch.cuda.current_stream(tensor.device).synchronize()
-    return _convert("Paddle", tensor, lambda: paddle.utils.dlpack.from_dlpack(to_dlpack(tensor)))
+    return to_dlpack(tensor)
 
 
-def to_cupy(tensor: Tensor) -> Any:
-    """Return a CuPy array over the tensor's memory, which must be on a GPU.
-
-    Raises:
-        ImportError: CuPy is not installed.
-        ValueError: The tensor is on the host, or cannot be shared.
-    """
+def _to_cupy(tensor: Tensor) -> Any:
     cupy = _import("cupy")
     _check(tensor, "CuPy")
     if not tensor.is_cuda:
-        raise ValueError("CuPy arrays are on a GPU: type tensor.cuda() first, which copies, or use to_numpy")
+        raise ValueError("CuPy arrays are on a GPU: type tensor.cuda() first, which copies, or ask for numpy")
     return _convert("CuPy", tensor, lambda: cupy.from_dlpack(tensor))
 
 
 FRAMEWORKS: dict[str, Callable[[Tensor], Any]] = {
     "torch": lambda tensor: tensor,
-    "numpy": to_numpy,
-    "jax": to_jax,
-    "tensorflow": to_tensorflow,
-    "paddle": to_paddle,
-    "cupy": to_cupy,
+    "numpy": _to_numpy,
+    "jax": _to_jax,
+    "tensorflow": _to_tensorflow,
+    "paddle": _to_paddle,
+    "cupy": _to_cupy,
 }
 """The function that makes an array of each framework from a tensor."""
 
@@ -161,8 +124,10 @@ FRAMEWORKS: dict[str, Callable[[Tensor], Any]] = {
 def to(tensor: Tensor, framework: str) -> Any:
     """Return the tensor as an array of the named framework, over the same memory.
 
+    JAX takes its arrays for constant, so their tensors must not be written any more.
+
     Args:
-        tensor: Contiguous, without a gradient.
+        tensor: Contiguous, without a gradient. On the host for NumPy, on a GPU for CuPy.
         framework: "torch", "numpy", "jax", "tensorflow", "paddle" or "cupy".
 
     Raises:
@@ -193,10 +158,7 @@ def _import(name: str) -> Any:
 
 
 def _check(tensor: Tensor, framework: str, *, must_be_aligned: bool = False) -> None:
-    """Refuse a tensor that cannot be shared as it is. The error says what to type.
-
-    must_be_aligned: Whether memory on the host must begin at a multiple of `ALIGNED_BYTES`.
-    """
+    """Refuse a tensor that cannot be shared as it is. The error says what to type."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"this is a {type(tensor).__name__}: type from_any(array) first, which makes a tensor of it")
     problem = ""

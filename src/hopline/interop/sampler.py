@@ -191,7 +191,6 @@ class Sampler:
         return self.graph.pinned(self.device, copy=True) if self._pinned else self.graph.to(self.device)
 
     def _make_adj(self, block: Block) -> Adj:
-        """The edges of a block, with ids of `index_dtype`."""
         part = block.part
         edge_ids = _edge_ids_of(part)
         assert edge_ids is not None
@@ -264,7 +263,6 @@ def _check_fanouts(fanouts: Sequence[int], replace: bool, pad: bool) -> None:
 
 
 def _check_index_dtype(dtype: torch.dtype, graph: Graph) -> None:
-    """Refuse a type that is no index, or that cannot hold the ids of the graph's nodes and edges."""
     if dtype not in (torch.int32, torch.int64):
         raise ValueError(f"index_dtype is torch.int64 or torch.int32, not {dtype}")
     if dtype == torch.int32 and max(graph.num_nodes, graph.num_edges) >= 2**31:

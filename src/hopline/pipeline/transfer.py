@@ -175,7 +175,6 @@ class _CopyThroughBuffer(TorchFunctionMode):
     buffer: Tensor
     """[n] uint8 in pinned host memory."""
     copies: CudaCopies
-    """Allocates on the device, and copies."""
     used_bytes: int = 0
     """Bytes of the buffer that hold tensors, a multiple of `ALIGN_BYTES`."""
     tensors: list[Tensor] = field(default_factory=list)

@@ -13,7 +13,6 @@ after.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from hopline.training.settings import Schedule
 from hopline.util.config import nearest
 
 PREFIX = "gas-"
-"""The prefix of the names of these runs."""
 DATA: dict[str, dict[str, Any]] = {
     "cora": {"data": "cora", "features": "normalized"},
     "citeseer": {"data": "citeseer", "features": "normalized"},
@@ -46,11 +44,8 @@ CONVS: dict[str, dict[str, Any]] = {
 }
 """Keyword arguments of PyG's conv that all runs of a model share."""
 MODEL_KEYS = {field.name for field in fields(ModelSpec)}
-"""Names in `Row.more` that are settings of the model."""
 METHOD_KEYS = {field.name for field in fields(Historical)}
-"""Names in `Row.more` that are settings of the method."""
 RUN_KEYS = {field.name for field in fields(RunConfig)}
-"""Names in `Row.more` that are settings of the run."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +108,7 @@ class Row:
 
 
 def _small(*columns: Any, **more: Any) -> Row:
-    """A row of the table for small graphs, where input features have the dropout of the hidden layers.
-
-    columns: the fields of `Row` in order, without `more`.
-    """
+    """A row of the table for small graphs, where input features have the dropout of the hidden layers."""
     row = Row(*columns, more=more)
     return replace(row, more=more | {"input_dropout": row.dropout})
 
@@ -125,8 +117,6 @@ def _large(model: str, data: str, layers: int, hidden: int, dropout: float, lr: 
     """A row of the table for large graphs, without weight decay.
 
     GCNII has separate weights for the propagated rows and the initial ones, unless `more` says otherwise.
-
-    rest: the fields `parts`, `clip` and `epochs` of `Row`.
     """
     if model == "gcnii":
         more.setdefault("shared_weights", False)
@@ -196,7 +186,6 @@ LARGE = (  # layers, hidden, dropout, lr, (parts, parts per batch), clip, epochs
 )
 # fmt: on
 ROWS = {row.name: row for row in (*SMALL, *LARGE)}
-"""All runs by the name that users type."""
 
 
 def history(name: str) -> RunConfig:
@@ -208,22 +197,6 @@ def history(name: str) -> RunConfig:
     """
     if name in ROWS:
         return ROWS[name].config()
-    raise ValueError(f"there is no run {name!r}: {'; '.join(_choices(name))}.{nearest(name, ROWS)}")
-
-
-def _choices(name: str) -> Iterator[str]:
-    """Advice for a name without a run: the datasets of its model, and the models of its dataset."""
-    rows = list(ROWS.values())
-    models = list(dict.fromkeys(row.model for row in rows))
     typed = name.removeprefix(PREFIX)
-    # The longest: "pna-jk-reddit" begins with "pna-" too.
-    model = max((model for model in models if typed.startswith(f"{model}-")), key=len, default=None)
-    data = next((row.data for row in rows if typed.endswith(f"-{row.data}")), None)
-    if model is None:
-        yield f"models are {', '.join(models)}"
-    else:
-        datasets = [row.data for row in rows if row.model == model]
-        yield f"{model} has runs on {', '.join(datasets)}"
-    if data is not None:
-        models_of_data = [row.model for row in rows if row.data == data]
-        yield f"{data} has runs of {', '.join(models_of_data)}"
+    alike = [row.name for row in ROWS.values() if typed.startswith(f"{row.model}-") or typed.endswith(f"-{row.data}")]
+    raise ValueError(f"there is no run {name!r}: choose one of {', '.join(alike or ROWS)}.{nearest(name, ROWS)}")

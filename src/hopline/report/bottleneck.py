@@ -25,7 +25,6 @@ PREPARING_STAGES = ("sample", "gather", "divide", "move")
 "divide" plans the micro-batches of a batch that would not fit the budget.
 """
 TRAINING_STAGES = ("forward", "backward", "step", "optimizer", "exchange", "refresh", "checkpoint")
-"""Stages of training, which run for one batch after the other."""
 
 # ---- shares from which on something is called the bottleneck. Rules of thumb.
 
@@ -41,7 +40,6 @@ MIN_GPU_SHARE = 0.5
 MIN_IDLE = 0.3
 """Of the time of preparing threads: they have nothing to do, because they may not prepare more batches."""
 REST = "between the stages"
-"""The name of a bottleneck that is no stage, in the records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +84,6 @@ class Explanation:
     achieved: float
     """The measured epoch, as a share of `serial_s`."""
     waited: float
-    """Share of the epoch in which training waited for batches."""
     bottleneck: str
     """The stage that decides, or "look_ahead", "cores" or `REST`."""
     sentence: str
@@ -134,37 +131,17 @@ def explain(
     if not work_s or seconds <= 0 or num_batches < 1:
         return None
 
-    shares = {name: value / serial_s for name, value in work_s.items()}
-    prepared = sum(shares.get(name, 0.0) for name in PREPARING_STAGES)
-    preparing_s = sum(stages.get(name, 0.0) for name in PREPARING_STAGES)
-    idle = 1 - min(1.0, preparing_s / (max(1, setup.workers) * seconds))
-    # Without threads that prepare, the thread that trains runs all stages.
-    stages_of_trainer = TRAINING_STAGES if setup.workers else (*TRAINING_STAGES, *PREPARING_STAGES)
-    trainer_s = sum(stages.get(name, 0.0) for name in stages_of_trainer)
-    # Share of the epoch in which training was in no stage. Waiting counts only within it: a host may wait
-    # for a batch while its GPU is still busy with the last one, which holds up nothing.
-    free = max(0.0, 1 - trainer_s / seconds)
-    waited = min(free, stages.get("wait", 0.0) / seconds)
-    facts = _Facts(
-        setup=setup,
-        shares=shares,
-        prepared=prepared,
-        waited=waited,
-        idle=idle,
-        rest=free - waited,
-        work_s=work_s,
-        spans_s=stages,
-    )
+    facts = _Facts(setup, work_s, stages, seconds)
     verdict = facts.find_verdict()
     return Explanation(
         num_batches=num_batches,
         seconds=seconds,
         stages=work_s,
-        shares=shares,
+        shares=facts.shares,
         serial_s=serial_s,
-        bound=bound_of(prepared, 1 - prepared, num_batches, setup.workers),
+        bound=bound_of(facts.prepared, 1 - facts.prepared, num_batches, setup.workers),
         achieved=seconds / serial_s,
-        waited=waited,
+        waited=facts.waited,
         bottleneck=verdict.bottleneck,
         sentence=f"{verdict.extent}: {verdict.advice}" if verdict.advice else verdict.extent,
         advice=verdict.advice,
@@ -180,22 +157,30 @@ class _Verdict(NamedTuple):
     advice: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Facts:
-    """The measurements by which the verdict is found."""
+    """The measurements by which the verdict is found.
 
-    setup: Setup
-    shares: Mapping[str, float]
-    prepared: float
-    """Share of the work in `PREPARING_STAGES`."""
-    waited: float
-    idle: float
-    """Share of the time of preparing threads in which they had nothing to do."""
-    rest: float
-    """Share of the epoch in which the thread that trains was in no stage and did not wait for batches."""
-    work_s: Mapping[str, float]
-    spans_s: Mapping[str, float]
-    """Seconds in spans of each stage. Time in which threads had no core is included."""
+    work_s: Seconds of each stage without those in which it had no core. spans_s: with them. seconds: of the epoch.
+    """
+
+    def __init__(self, setup: Setup, work_s: Mapping[str, float], spans_s: Mapping[str, float], seconds: float) -> None:
+        self.setup = setup
+        self.work_s = work_s
+        self.spans_s = spans_s
+        self.shares = {name: value / sum(work_s.values()) for name, value in work_s.items()}
+        self.prepared = sum(self.shares.get(name, 0.0) for name in PREPARING_STAGES)
+        preparing_s = sum(spans_s.get(name, 0.0) for name in PREPARING_STAGES)
+        self.idle = 1 - min(1.0, preparing_s / (max(1, setup.workers) * seconds))
+        """Share of the time of preparing threads in which they had nothing to do."""
+        # Without threads that prepare, the thread that trains runs all stages.
+        stages_of_trainer = TRAINING_STAGES if setup.workers else (*TRAINING_STAGES, *PREPARING_STAGES)
+        trainer_s = sum(spans_s.get(name, 0.0) for name in stages_of_trainer)
+        # Share of the epoch in which training was in no stage. Waiting counts only within it: a host may wait
+        # for a batch while its GPU is still busy with the last one, which holds up nothing.
+        free = max(0.0, 1 - trainer_s / seconds)
+        self.waited = min(free, spans_s.get("wait", 0.0) / seconds)
+        self.rest = free - self.waited
+        """Share of the epoch in which the thread that trains was in no stage and did not wait for batches."""
 
     def find_verdict(self) -> _Verdict:
         """Blame, in this order: preparation of batches, time in no stage, training itself."""

@@ -97,7 +97,6 @@ def swatch(colour: int, name: str) -> str:
 
 
 def _scale(value: float, low: float, high: float, start: float, stop: float) -> float:
-    """Map low .. high linearly to start .. stop. An empty range goes to the middle."""
     return start + (value - low) / (high - low) * (stop - start) if high > low else (start + stop) / 2
 
 

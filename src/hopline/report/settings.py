@@ -16,7 +16,6 @@ from hopline.util.config import defaults_of, to_dict
 from hopline.util.files import check_file
 
 FORMAT = 3
-"""The number of the format of config.json. Other numbers are refused."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -51,27 +50,17 @@ def changed_keys(settings: Any) -> list[str]:
     changed: list[str] = []
     for name, stored in to_dict(settings).items():
         value = getattr(settings, name)
-        if name not in defaults:  # a field without a default, as a user's own method may have
+        default = defaults.get(name)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            # `to_dict` stores a kind where the field's annotation leaves a choice of classes.
+            if "kind" in stored and type(value) is not type(default):
+                changed.append(f"{name}.kind")
+            changed += [f"{name}.{key}" for key in changed_keys(value)]
+        elif isinstance(value, Mapping):  # such as keyword arguments of a conv: `flatten` makes each a key of its own
+            usual = default if isinstance(default, Mapping) else {}
+            changed += [f"{name}.{key}" for key, item in value.items() if key not in usual or item != usual[key]]
+        elif name not in defaults or value != default:  # a user's own method may have a field without a default
             changed.append(name)
-            continue
-        default = defaults[name]
-        # Keyword arguments of a conv, whose default is a mapping too. `flatten` makes each a key of its own.
-        if isinstance(value, Mapping):
-            # In a user's own method, the default may be None.
-            default_items = default if isinstance(default, Mapping) else {}
-            for key, item in value.items():
-                if key not in default_items or item != default_items[key]:
-                    changed.append(f"{name}.{key}")
-            continue
-        is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
-        if not is_nested:
-            if value != default:
-                changed.append(name)
-            continue
-        # `to_dict` stores a kind where the field's annotation leaves a choice of classes.
-        if "kind" in stored and type(value) is not type(default):
-            changed.append(f"{name}.kind")
-        changed += [f"{name}.{key}" for key in changed_keys(value)]
     return changed
 
 

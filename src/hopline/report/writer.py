@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 MAX_SPANS = 200_000
 """Most spans of a trace, which are kept in memory until the report closes."""
 FILES = ("config.json", "metrics.jsonl", "run.log", "trace.json", "report.html")
-"""All files that a report writes."""
 PACKAGES = ("hopline", "torch", "torch-geometric", "numba", "numpy")
-"""Packages whose versions are recorded."""
 
 
 class Report:
@@ -118,11 +116,15 @@ class Report:
 
     def log_once(self, record: Mapping[str, Any]) -> None:
         """Log a record in place of one of the same event, which an earlier process of the run has written."""
-        stamped = _plain({"elapsed_s": round(self._elapsed_s(), 3), **record})
+        self.keep(lambda other: other.get("event") != record["event"])
+        self.log(record)
+
+    def keep(self, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+        """Write metrics.jsonl anew, with the records that could be read and that `is_kept` accepts."""
         path = self.folder / "metrics.jsonl"
         with self._lock:
-            others = [other for other in report_html.read_records(path) if other.get("event") != record["event"]]
-            write_text(path, "".join(json.dumps(line) + "\n" for line in [*others, stamped]))
+            records = [record for record in report_html.read_records(path) if is_kept(record)]
+            write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
     def note(self, text: str) -> None:
         """Append a line with the time of day to run.log."""
@@ -192,19 +194,13 @@ class Report:
     def _start_files(
         self, description: Mapping[str, Any], resume: bool, is_kept: Callable[[Mapping[str, Any]], bool]
     ) -> None:
-        """Write config.json, and begin or continue the other files.
-
-        description: the contents of config.json.
-        """
-        metrics = self.folder / "metrics.jsonl"
-        records = report_html.read_records(metrics) if resume else []
+        """Write config.json, whose contents are the description, and begin or continue the other files."""
+        records = report_html.read_records(self.folder / "metrics.jsonl") if resume else []
         self._earlier_s = max((record.get("elapsed_s") or 0.0 for record in records), default=0.0)
-        # Records of the end of the run are dropped: it continues.
-        records = [record for record in records if record.get("event") not in ("end", "close", "explain", "history")]
-        records = [record for record in records if is_kept(record)]
-        # The file is written again from the records that could be read. Else the next line would be
-        # appended to half a line of a killed run.
-        write_text(metrics, "".join(json.dumps(record) + "\n" for record in records))
+        # Records of the end of the run are dropped: it continues. The file is written again in any case. Else the next
+        # line would be appended to half a line of a killed run.
+        of_end = ("end", "close", "explain", "history")
+        self.keep(lambda record: resume and record.get("event") not in of_end and is_kept(record))
         if not resume:
             write_text(self.folder / "run.log", "")
             for stale in ("trace.json", "report.html"):
@@ -258,10 +254,7 @@ def versions() -> dict[str, str | None]:
 
 
 def _without_folders(argument: str) -> str:
-    """Reduce absolute paths in an argument to their last part.
-
-    The rest tells about a machine, not a run.
-    """
+    """Reduce absolute paths in an argument to their last part. The rest tells about a machine, not a run."""
     key, equals, value = argument.rpartition("=")
     parts: list[str] = []
     for part in value.split(","):

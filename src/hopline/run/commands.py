@@ -93,7 +93,6 @@ def convert(source: str, folder: Path, config: ConvertConfig) -> Dataset:
 
 
 def _convert(source: str, folder: Path, config: ConvertConfig) -> None:
-    """Write the dataset folder of a source."""
     path = Path(source).expanduser()
     suffix = path.suffix.lower()
     edge_options = {field.name: getattr(config, field.name) for field in dataclasses.fields(EdgeOptions)}

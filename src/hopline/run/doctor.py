@@ -74,10 +74,7 @@ def _check_package(package: str, is_needed: bool) -> Finding:
 
 
 def _check_kernels() -> str:
-    """Compile and run the CPU sampler on a small graph, and compare it with its definition.
-
-    The sampler stands for all kernels: the others are not run.
-    """
+    """Compile and run the CPU sampler, which stands for all kernels, and compare it with its definition."""
     indptr = torch.arange(0, 41, 4)
     indices = (torch.arange(40) * 7 % 10).int()
     nodes = torch.arange(10)

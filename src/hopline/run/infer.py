@@ -9,7 +9,7 @@ The file is written chunk by chunk, in the order of the nodes that were asked fo
     `_chunks`, in rank 0: (node ids, ids of the user, values)
         |
         v
-    `columns_of`: names and probabilities of classes
+    `SavedRun.columns`: names and probabilities of classes
         |
         v
     a writer of `WRITERS`
@@ -58,7 +58,6 @@ from hopline.util.log import logger, print_messages
 MAX_METRIC_BYTES = 1 << 30
 """Most bytes of scores that are kept for the metric beside a prediction."""
 SPLITS = ("train", "valid", "test")
-"""Values of nodes= that name a split."""
 
 
 class Chunk(NamedTuple):
@@ -237,10 +236,7 @@ def _chunks(run: SavedRun, data: Dataset, ids: Tensor, config: InferConfig, worl
 
 
 def _sharded_chunks(run: SavedRun, data: ShardedData, config: InferConfig, world: World) -> Iterator[Chunk]:
-    """The chunks of all ranks' nodes in the order of node ids, in rank 0.
-
-    Exact inference computes a rank's own nodes, sampled inference the seeds that the loader gave to it.
-    """
+    """The chunks of all ranks' nodes in the order of node ids, in rank 0."""
     shard = data.shard
     if config.inference == "sampled":
         assert run.settings is not None
@@ -380,4 +376,3 @@ WRITERS: dict[str, Callable[[Path, SavedRun, Iterator[Chunk], InferConfig, int],
     ".parquet": _write_parquet,
     ".npy": _write_npy,
 }
-"""By suffix: a function that writes predictions to a file and returns the names of its columns."""

@@ -11,7 +11,7 @@ function, which gets the training data again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -236,8 +236,15 @@ class SavedRun:
         return write or allowed[0]
 
     def columns(self, ids: np.ndarray, values: Tensor, write: Write) -> dict[str, np.ndarray]:
-        """The values of some nodes as columns. ids: [n]: the user's own. values: [n, width], as of `chunks`."""
-        return columns_of(self.task, self.inputs.classes, ids, values, write)
+        """The values of some nodes as columns, the first of which is "id".
+
+        ids: [n]: the user's own. values: [n, num_outputs] scores, or embeddings, as of `chunks`.
+        """
+        if write == "embeddings":
+            columns = {f"embedding_{i}": values[:, i].float() for i in range(values.shape[1])}
+        else:
+            columns = self.task.columns(values, write, self.inputs.classes)
+        return {"id": ids} | {name: np.ascontiguousarray(column) for name, column in columns.items()}
 
     def fit(self, data: Dataset | str | None = None, *, labels: bool = False) -> Dataset:
         """A dataset in the form of the training data. labels: whether its labels are needed."""
@@ -353,26 +360,8 @@ class SavedRun:
             yield chunk_ids, rows[num_layers - 2][chunk_ids]
 
 
-# ---- scores as columns
-
-
-def columns_of(
-    task: Task, classes: Sequence[str] | None, ids: np.ndarray, values: Tensor, write: Write
-) -> dict[str, np.ndarray]:
-    """The values of some nodes as columns in the user's own names.
-
-    classes: names of the classes. ids: [n]: the user's own, which become the first column. values: [n, num_outputs]
-    scores, or embeddings.
-    """
-    if write == "embeddings":
-        columns = {f"embedding_{i}": values[:, i].float() for i in range(values.shape[1])}
-    else:
-        columns = task.columns(values, write, classes)
-    return {"id": ids} | {name: np.ascontiguousarray(column) for name, column in columns.items()}
-
-
 def bare_values(task: Task, values: Tensor, write: Write) -> np.ndarray:
-    """The values of some nodes without their ids. values: as of `columns_of`."""
+    """The values of some nodes without their ids. values: as of `SavedRun.columns`."""
     rows = values.float() if write == "embeddings" else task.predict(values, write)
     return rows.contiguous().numpy()
 

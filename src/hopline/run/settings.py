@@ -33,7 +33,6 @@ from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, sett
 from hopline.util.files import check_file
 
 PREDICTIONS = (".csv", ".parquet", ".npy")
-"""Suffixes of files that predictions are written to."""
 
 
 @settings
@@ -126,7 +125,31 @@ class ExportConfig:
 
 
 @settings
-class InferConfig(LaunchSettings):
+class OutputSettings:
+    """How a run's outputs are computed."""
+
+    data: str | None = None
+    """Another dataset with the same features, for `infer` also a folder of shards. Default: the run's dataset."""
+    weights: Literal["best", "last"] | Path = "best"
+    """Weights of the run, or a `state_dict` file of the same model, from PyG, `hopline export` or DDP."""
+    inference: Literal["exact", "sampled"] = "exact"
+    """Edges to use: all of them (exact), or sampled ones with the run's fan-outs."""
+    device: str = "cpu"
+    """Device that computes the layers."""
+    chunk_bytes: str | int | None = None
+    """Memory for the chunks of a layer, such as 2GiB. The embeddings of all nodes are not counted. Default:
+    chunks of a million edges, or of more on a GPU."""
+    trust: bool = False
+    """Permission to import and run the module that config.json names for the model
+    (model=package.module:function)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        parse_chunk_bytes(self.chunk_bytes)
+
+
+@settings
+class InferConfig(OutputSettings, LaunchSettings):
     """The settings of `hopline infer RUN`."""
 
     nodes: str = "all"
@@ -135,17 +158,6 @@ class InferConfig(LaunchSettings):
     """Values to write: the class with its probability (true or false per label for several labels), the
     probabilities or raw scores of all classes, the values of a regression in the units of the labels, or the rows of
     the last hidden layer. Default: classes, or values of a regression."""
-    inference: Literal["exact", "sampled"] = "exact"
-    """Edges to use: all of them (exact), or sampled ones with the run's fan-outs."""
-    weights: Literal["best", "last"] | Path = "best"
-    """Weights of the run, or a `state_dict` file of the same model, from PyG, `hopline export` or DDP."""
-    data: str | None = None
-    """Another dataset with the same features, or a folder of shards. Default: the run's dataset."""
-    device: str = "cpu"
-    """Device that computes the layers."""
-    chunk_bytes: str | int | None = None
-    """Memory for the chunks of a layer, such as 2GiB. The embeddings of all nodes are not counted. Default:
-    chunks of a million edges, or of more on a GPU."""
     folder: Path | None = None
     """Folder for the embeddings as memory-mapped files. The same command resumes from them after a kill.
     Default: in memory."""
@@ -153,16 +165,13 @@ class InferConfig(LaunchSettings):
     """Number of hops around a node that its output depends on. For a model that is not made of layers and
     has forward(x, edge_index) alone. Default: the number of the run's fan-outs, or the whole graph where
     these are too few."""
-    trust: bool = False
-    """Permission to import and run the module that config.json names for the model
-    (model=package.module:function)."""
     out: Path | None = None
     """The file to write: .csv or .parquet with a column of ids, or .npy with the values alone. Default:
     RUN/predictions.csv."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        parse_chunk_bytes(self.chunk_bytes)
+        LaunchSettings.__post_init__(self)
+        OutputSettings.__post_init__(self)
         if self.out is not None and self.out.suffix not in PREDICTIONS:
             raise ValueError(f"out={self.out} must end in {', '.join(PREDICTIONS)}: choose one of these formats")
         for name in ("chunk_bytes", "folder", "hops"):
@@ -171,28 +180,11 @@ class InferConfig(LaunchSettings):
 
 
 @settings
-class EvaluateConfig:
+class EvaluateConfig(OutputSettings):
     """The settings of `hopline test RUN`."""
 
-    data: str | None = None
-    """Another dataset with the same features and labels. Default: the run's dataset."""
     split: str = "test"
     """Nodes to test on: train, valid, test or all."""
-    inference: Literal["exact", "sampled"] = "exact"
-    """Edges to use: all of them (exact), or sampled ones with the run's fan-outs."""
-    weights: Literal["best", "last"] | Path = "best"
-    """Weights of the run, or a `state_dict` file of the same model."""
-    device: str = "cpu"
-    """Device that computes the layers."""
-    chunk_bytes: str | int | None = None
-    """Memory for the chunks of a layer, such as 2GiB. Default: chunks of a million edges, more on a GPU."""
-    trust: bool = False
-    """Permission to import and run the module that config.json names for the model
-    (model=package.module:function)."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        parse_chunk_bytes(self.chunk_bytes)
 
 
 @settings
@@ -322,7 +314,6 @@ def load_trusted(folder: Path, trust: bool) -> RunConfig:
 
 
 EDGE_LISTS = (".csv", ".gz", ".parquet", ".pq", ".txt", ".tsv")
-"""Suffixes of files that are read as edge lists."""
 
 
 def check_conversion(source: str, folder: Path, config: ConvertConfig) -> None:

@@ -44,14 +44,13 @@ from hopline.shards.all_shards import join_shards
 from hopline.shards.data import open_sharded
 from hopline.shards.shard import is_shards
 from hopline.training import checkpoint
-from hopline.training.callbacks import EpochEnd, Evaluation, Run
+from hopline.training.callbacks import Run
 from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import from_dict, to_dict
 from hopline.util.files import CheckedFile, check_file
 from hopline.util.log import logger, print_messages
 from hopline.util.own_code import MAX_REASON_CHARACTERS, whole_name
-from hopline.util.trace import RegionStatistics
 
 RUNS = Path("runs")
 """The folder, in the current one, in which runs without out= are written."""
@@ -69,7 +68,7 @@ def train(config: RunConfig) -> Run:
     config = _with_whole_paths(config)
     launch_settings = launch_settings_of(config)
     run = launch.run(train_rank, launch_settings, config, device=config.device)
-    return run if isinstance(run, Run) else _from_plain(run)
+    return run if isinstance(run, Run) else from_dict(Run, run)
 
 
 def launch_settings_of(config: LaunchSettings) -> LaunchSettings:
@@ -114,7 +113,7 @@ def train_rank(world: World, config: RunConfig) -> Run | dict[str, Any]:
                 **train_settings,
             )
             run = trainer.fit()
-    return run if world.size == 1 else dataclasses.asdict(run) | {"folder": str(folder)}
+    return run if world.size == 1 else to_dict(run)
 
 
 def check_name(name: str) -> None:
@@ -169,15 +168,6 @@ def plan(config: RunConfig) -> list[Candidate]:
     method = None if isinstance(config.method, Auto) else _for_model(config, model, data).method
     outline = outline_of_run(model, data, config, config.placement, config.task)
     return compare(method, outline, config.budget or Budget())
-
-
-def _from_plain(plain: dict[str, Any]) -> Run:
-    """A run that came from another process as plain data, with objects in its lists again."""
-    entry_types = {"history": EpochEnd, "evaluations": Evaluation, "stages": RegionStatistics}
-    fields = {**plain, "folder": Path(plain["folder"])}
-    for name, entry_type in entry_types.items():
-        fields[name] = [entry_type(**entry) for entry in plain[name]]
-    return Run(**fields)
 
 
 def _open_together(config: RunConfig, world: World) -> Dataset:

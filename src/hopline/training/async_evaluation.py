@@ -4,8 +4,8 @@
 
     after_epoch: append a `Snapshot` of the weights
                  to `waiting.snapshots`
-    _serve_thread: submit(snapshot)       -- _requests -->       load the weights into its copy of the model
-                   results()              <-- _answers --        measure the validation split
+    _serve_thread: submit(snapshot)       -- _pending -->        load the weights into its copy of the model
+                   results()              <-- _pending --        measure the validation split
     _collect: broadcast what is ready to all ranks
               act on it in the order of the epochs
 
@@ -19,13 +19,14 @@ The price is memory: a copy of the model, and of the weights of up to `BACKLOG` 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -63,14 +64,6 @@ class EvaluationError(RuntimeError):
     """Raised in the training thread if an asynchronous evaluation failed. Its cause is the original error."""
 
 
-class _Request(NamedTuple):
-    """One evaluation that the thread is to do."""
-
-    epoch: int
-    source: Snapshot | PendingInference
-    """Weights to evaluate, or outputs that a replayed CUDA graph is computing from them already."""
-
-
 class EvaluationThread:
     """A thread that evaluates weights in the order in which they are submitted.
 
@@ -93,9 +86,8 @@ class EvaluationThread:
         self._job = for_copy(job, module, data)
         self._measure = measure
         self._is_cancelled = threading.Event()
-        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Evaluation | Exception] = queue.SimpleQueue()
-        self._failure: Exception | None = None
+        self._pending: deque[Future[Evaluation]] = deque()
+        """Evaluations that were submitted and not returned by `results`, in order. The caller's thread owns it."""
         model = self._job.model
         if isinstance(model, GNN):
             model.layer = self._stop_if_cancelled(model.layer)  # type: ignore[method-assign]
@@ -109,7 +101,6 @@ class EvaluationThread:
             self._captured_inference.left_to_others = True
         self._stream: Any = streams.stream_for("evaluate", job.device) if job.device.type == "cuda" else None
         self._pool = ops.start_threads(1, "hopline-evaluation", self._set_up_thread)
-        self._future = self._pool.submit(self._serve)
 
     @property
     def is_ready(self) -> bool:
@@ -144,7 +135,7 @@ class EvaluationThread:
             self._captured_inference = None
         if self._captured_inference is not None:
             pending = self._captured_inference.launch(snapshot.weights, snapshot.copied, self._stream)
-        self._requests.put(_Request(snapshot.epoch, source=snapshot if pending is None else pending))
+        self._pending.append(self._pool.submit(self._answer, snapshot.epoch, snapshot if pending is None else pending))
 
     def results(self, *, wait: bool = False) -> list[Evaluation]:
         """The evaluations that have ended since the last call. wait: whether to wait for at least one.
@@ -152,29 +143,18 @@ class EvaluationThread:
         Raises the error of an evaluation that failed, after the results before it were returned.
         """
         evaluations: list[Evaluation] = []
-        must_wait = wait
-        while self._failure is None:
-            try:
-                answer = self._answers.get(block=must_wait)
-            except queue.Empty:
+        while self._pending and (self._pending[0].done() or (wait and not evaluations)):
+            if evaluations and self._pending[0].exception() is not None:
                 break
-            must_wait = False
-            if isinstance(answer, Exception):
-                self._failure = answer
-            else:
-                evaluations.append(answer)
-        # Results that came before the failure count. The next call raises.
-        if self._failure is not None and not evaluations:
-            raise self._failure
+            evaluations.append(self._pending[0].result())  # one that failed stays, so that later calls raise too
+            self._pending.popleft()
         return evaluations
 
     def close(self) -> None:
         """End the thread. An evaluation of a `GNN` that is running ends before its next chunk."""
         self._is_cancelled.set()
-        self._requests.put(None)
-        self._pool.shutdown()
-        # Raises an error that `_serve` did not put into `_answers`.
-        self._future.result()
+        self._pool.shutdown(cancel_futures=True)
+        self._pending.clear()
         if self._stream is not None:
             # A CUDA graph must not be freed before its kernels have run.
             self._stream.synchronize()
@@ -204,28 +184,25 @@ class EvaluationThread:
             torch.set_num_threads(self._num_torch_threads)
         give_way()
 
-    def _serve(self) -> None:
-        """Answer requests until one fails or the thread is closed. Runs in the evaluation thread."""
-        while (request := self._requests.get()) is not None and not self._is_cancelled.is_set():
-            epoch, source = request
-            try:
-                if isinstance(source, PendingInference):
-                    metrics, seconds = self._wait_for(source)
-                else:
-                    metrics, seconds = self._evaluate(source)
-                self._answers.put(Evaluation(epoch=epoch, split="valid", metrics=metrics, seconds=seconds))
-            except _Cancelled:
-                return
-            except ValueError as error:
-                # The message already says what the user can change.
-                self._answers.put(error)
-                return
-            except Exception as error:
-                sentence = " ".join(str(error).split())
-                failure = EvaluationError(f"evaluation after epoch {epoch} failed: {type(error).__name__}: {sentence}")
-                failure.__cause__ = error
-                self._answers.put(failure)
-                return
+    def _answer(self, epoch: int, source: Snapshot | PendingInference) -> Evaluation:
+        """Evaluate weights, or measure the outputs that a replayed CUDA graph is computing from them already.
+
+        Runs in the evaluation thread.
+        """
+        try:
+            if self._is_cancelled.is_set():
+                raise _Cancelled
+            if isinstance(source, PendingInference):
+                metrics, seconds = self._wait_for(source)
+            else:
+                metrics, seconds = self._evaluate(source)
+            return Evaluation(epoch=epoch, split="valid", metrics=metrics, seconds=seconds)
+        except (_Cancelled, ValueError):  # the message of a ValueError already says what the user can change
+            raise
+        except Exception as error:
+            sentence = " ".join(str(error).split())
+            failure = f"evaluation after epoch {epoch} failed: {type(error).__name__}: {sentence}"
+            raise EvaluationError(failure) from error
 
     def _evaluate(self, snapshot: Snapshot) -> tuple[dict[str, float], float]:
         """Load the weights of a snapshot, and evaluate them. Returns (metrics, seconds)."""
@@ -356,15 +333,11 @@ class AsyncEvaluator(Evaluator):
             )
 
     def _take_snapshot(self, live: Snapshot) -> None:
-        """Append a snapshot to those that wait, with copies of its weights."""
         self.waiting.snapshots.append(live.copy_to(self.trainer.device))
         self._serve_thread()
 
     def _serve_thread(self, *, wait: bool = False) -> None:
-        """Take the results of the thread, and submit the next snapshots. Nothing happens without a thread.
-
-        wait: whether to wait for a result.
-        """
+        """Take the results of the thread, and submit the next snapshots. wait: whether to wait for a result."""
         if self.thread is None:
             return
         for evaluation in self.thread.results(wait=wait):

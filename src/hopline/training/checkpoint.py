@@ -54,7 +54,6 @@ if TYPE_CHECKING:
 
 FILE = "checkpoint.pt"
 FORMAT = 2
-"""Version of the format. A checkpoint with another one is refused."""
 MAX_TIME_SHARE = 0.02
 """Largest share of the time of a run that writing checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
@@ -140,7 +139,6 @@ def _gather_rank_states(state: dict[str, Any], trainer: Trainer) -> list[dict[st
 
 
 def _restore_rank(trainer: Trainer, state: Mapping[str, Any]) -> None:
-    """Restore what `_rank_state` returned on this rank."""
     if "model" in state:
         trainer.model.load_state_dict(state["model"])
         trainer.optimizer.load_state_dict(state["optimizer"])
@@ -331,35 +329,22 @@ def identity(trainer: Trainer) -> dict[str, Any]:
 
 def check_identity(stored: Mapping[str, Any], ours: Mapping[str, Any], path: Path) -> None:
     """Refuse a checkpoint of another run, and name the first fact that differs. stored, ours: of `identity`."""
+    kinds = {"contents": ("other data", "dataset"), "parameters": ("another model", "model")}
     for key, value in ours.items():
-        if key == "code":  # compared last: differences of settings are easier to read
-            continue
-        if key == "contents" and stored[key] != value:
-            theirs = stored[key]
-            name = _first_difference(theirs, value)
-            if name not in theirs:
-                change = "is new"
-            elif name not in value:
-                change = "is missing"
-            else:
-                change = "has changed"
-            raise ValueError(
-                f"{path} is of other data: {name} of the dataset {change}; take the dataset it was made with, or "
-                "another folder with out="
-            )
-        if key == "parameters" and stored.get(key) != value:
-            theirs = stored.get(key, {})
-            name = _first_difference(theirs, value)
-            raise ValueError(
-                f"{path} is of another model: {name} is {_format_shape(theirs.get(name))} there and "
-                f"{_format_shape(value.get(name))} here; take the model it was made with, or another folder with out="
-            )
         theirs = stored.get(key)
-        if theirs != value:
+        if key == "code" or theirs == value:  # code is compared last: differences of settings are easier to read
+            continue
+        if key in kinds:
+            kind, noun = kinds[key]
+            name = _first_difference(theirs or {}, value)
+            change = _describe_change(name, theirs or {}, value)
             raise ValueError(
-                f"{path} is of another run: {key} is {theirs!r} there and {value!r} here; set it as it was, "
-                "or choose another folder with out="
+                f"{path} is of {kind}: {change}; take the {noun} it was made with, or another folder with out="
             )
+        raise ValueError(
+            f"{path} is of another run: {key} is {theirs!r} there and {value!r} here; set it as it was, "
+            "or choose another folder with out="
+        )
     _check_code(stored["code"], ours["code"], path)
 
 
@@ -376,22 +361,25 @@ def _check_code(stored: Mapping[str, Mapping[str, str]], ours: Mapping[str, Mapp
         if theirs == parts:
             continue
         part = name if theirs.get(name) != parts.get(name) else _first_difference(theirs, parts)
-        change = f"is {theirs.get(part, 'missing')} there and {parts.get(part, 'missing')} here"
+        change = _describe_change(part, theirs, parts)
         if part.endswith(" source"):
-            part = part.removesuffix(" source")
-            change = "has changed"
+            change = f"{part.removesuffix(' source')} has changed"
         if name == "model":
             raise ValueError(
-                f"{path} is of another model: its parameters have the same shapes, and {part} {change}; take the model "
+                f"{path} is of another model: its parameters have the same shapes, and {change}; take the model "
                 "it was made with, newly built if it has run since, or another folder with out="
             )
         raise ValueError(
-            f"{path} is of another run: {part} {change}; take the {name} it was made with, or another folder with out="
+            f"{path} is of another run: {change}; take the {name} it was made with, or another folder with out="
         )
 
 
 def _first_difference(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     return next(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
+
+
+def _describe_change(name: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    return f"{name} is {theirs.get(name, 'missing')} there and {ours.get(name, 'missing')} here"
 
 
 def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -> None:
@@ -409,14 +397,7 @@ def check_mode(state: Mapping[str, Any], metric_mode: Mode | None, path: Path) -
 
 
 def _checksum(ids: Tensor) -> str:
-    """A short text that identifies node ids or labels, of which there may be millions."""
     return f"{ids.size(0)} nodes, crc32:{zlib.crc32(ids.cpu().contiguous().numpy().data):08x}"
-
-
-def _format_shape(shape: list[int] | None) -> str:
-    if shape is None:
-        return "missing"
-    return "x".join(map(str, shape)) or "a scalar"
 
 
 class Checkpoints:

@@ -59,7 +59,6 @@ class Measure:
     """For a module that is not made of layers: the hops around a node that exact inference runs it on.
     None: the whole graph."""
     captured: CapturedInferences = field(default_factory=CapturedInferences)
-    """The cache of exact evaluations that were captured as CUDA graphs, for later calls."""
     examples: dict[str, Examples] = field(default_factory=dict)
     """The cache of `examples_of`, by split."""
 

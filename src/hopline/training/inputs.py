@@ -152,13 +152,7 @@ def check_method(method: Method | str | None) -> Method:
     matches = get_close_matches(word, kinds, n=1)
     cls, values = find_by_other_name(word, kinds.values()) or (kinds[matches[0]] if matches else Sampled, {})
     suggestion = f"hl.{cls.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
-    if isinstance(method, type):
-        sort = "the class"
-    elif isinstance(method, str):
-        sort = "the string"
-    else:
-        sort = "the object"
-    raise ValueError(f"method must be a Method such as {suggestion}, not {sort} {method!r}")
+    raise ValueError(f"method must be a Method such as {suggestion}, not {method!r}")
 
 
 def check_gradients(gradients: Gradients | CombineGradients | None, method: Method, world: World) -> Gradients:

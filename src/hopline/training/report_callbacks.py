@@ -37,8 +37,7 @@ MAX_POINTS = 300
 """Most numbers per epoch that the report keeps for the memory of steps. With more steps, each number is the
 largest of several steps."""
 LONG_S = 10.0
-"""Seconds of training from which on a bottleneck is worth a line. A shorter run has little to gain. A rule
-of thumb."""
+"""Seconds of training from which on a bottleneck is worth a line. A shorter run has little to gain."""
 MAX_DRIFT = 0.5
 """Drift above which a run says that its histories are old. The most measured with embeddings a few steps
 old was 0.29, and the least with embeddings 16 steps old was 0.63. The drift does not predict accuracy
@@ -119,10 +118,7 @@ def _over_ranks(record: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
 
 
 def _describe_batches(record: dict[str, Any], names: tuple[str, ...]) -> str:
-    """A phrase for what was done to the batches of an epoch or a run.
-
-    names: counts to mention if they are not 0.
-    """
+    """What was done to the batches of an epoch or a run. names: counts to mention if they are not 0."""
 
     def count(key: str, noun: str) -> str:
         return f"{record[key]:,} {plural(record[key], noun)}"
@@ -257,7 +253,6 @@ class WatchHistory(Callback):
     def __init__(self, report: Report | None = None) -> None:
         self.report = report
         self.staleness: dict[str, Any] = {}
-        """The verdict, at the end of a run."""
         self.drifts: list[float] = []
         self.age_sum = 0.0
         """Sum of the ages of all rows that batches read, in steps."""

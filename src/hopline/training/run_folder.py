@@ -19,9 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hopline.report.page import read_records
 from hopline.report.writer import FILES as REPORT_FILES
-from hopline.report.writer import Report, has_run, is_complete, write_text
+from hopline.report.writer import Report, has_run, is_complete
 from hopline.training import checkpoint
 from hopline.training.callbacks import Callback, EpochEnd, Evaluation, Run, StepEnd
 from hopline.training.run_facts import run_facts, stored_settings
@@ -99,15 +98,9 @@ class RunFolder:
 
     def drop_after(self, epoch: int) -> None:
         """Remove the records of the epochs after `epoch`, the one that ended the run."""
-        if self.report is None:
-            return
-        path = self.report.folder / "metrics.jsonl"
-        lines = []
-        for record in read_records(path):
-            is_of_epoch = record.get("event") in ("epoch", "budget", "pipeline")
-            if not is_of_epoch or (record.get("epoch") or 0) <= epoch:
-                lines.append(json.dumps(record) + "\n")
-        write_text(path, "".join(lines))
+        if self.report is not None:
+            of_epoch = ("epoch", "budget", "pipeline")
+            self.report.keep(lambda r: r.get("event") not in of_epoch or (r.get("epoch") or 0) <= epoch)
 
     def _open_report(self, path: Path, trainer: Trainer, state: dict[str, Any] | None) -> Report:
         """Start the records of the run, or continue those that are in the checkpoint."""

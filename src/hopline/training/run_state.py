@@ -34,13 +34,9 @@ class RunState:
     """
 
     run: Run = field(default_factory=Run)
-    """What `fit` returns, filled in as the run proceeds."""
     position: Position = field(default_factory=Position)
-    """The epoch that is trained, and how much of it is done."""
     num_steps: int = 0
-    """Optimizer steps since the run began, those before it was resumed included."""
     stop_reason: str | None = None
-    """Why training stops after the current epoch. None: it does not."""
     earlier_s: float = 0.0
     late_weights: Mapping[str, Tensor] | None = None
     """The weights that a late result is of, while callbacks see that result. Otherwise None."""

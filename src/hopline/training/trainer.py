@@ -251,7 +251,6 @@ class Trainer(NotCopied):
             check_async(self)
 
         self.state = RunState(Run(metric=self.metric))
-        """How far the run of the last `fit` has come."""
 
     # ---- the loop: epochs, steps of each epoch, units of each step
 
@@ -442,7 +441,6 @@ class Trainer(NotCopied):
         evaluator_class = Evaluator if self.settings.evaluate == "blocking" else AsyncEvaluator
         self.evaluator: Evaluator = stack.enter_context(evaluator_class(self))
         self.active: list[Callback] = [*self.callbacks, *added, self.keep_weights, self.evaluator.waiting]
-        """All callbacks of the run: the user's, and those that the settings add."""
         return checkpoint
 
     def _begin(self, checkpoint: dict[str, Any] | None) -> None:

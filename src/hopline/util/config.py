@@ -49,11 +49,8 @@ fit it."""
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 """The power of 1000 or 1024 that a prefix of a size stands for."""
 _TRUE = ("true", "yes", "on", "1")
-"""Texts that a setting of type bool reads as True, in lower case."""
 _FALSE = ("false", "no", "off", "0")
-"""Texts that a setting of type bool reads as False, in lower case."""
 _NONE = ("none", "null")
-"""Texts that a setting which may be None reads as None, in lower case."""
 _BRACKETS = ("()", "[]")
 """Pairs of brackets that a list may be typed in: the first and the last character."""
 
@@ -182,10 +179,7 @@ def _is_mapping(annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
-    """The values that an annotation admits, in words of the command line.
-
-    `_describe_for_python` is for programs.
-    """
+    """The values that an annotation admits, in words of the command line."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
     words[type(None)] = "none"
     plural = {int: "integers", float: "numbers", str: "words"}
@@ -216,10 +210,7 @@ def to_dict(obj: Any) -> dict[str, Any]:
 
 
 def _to_json(value: Any, annotation: Any) -> Any:
-    """A value of a field as JSON holds it.
-
-    The annotation decides whether a "kind" is needed to read it back.
-    """
+    """A value of a field as JSON holds it. The annotation decides whether a "kind" is needed to read it back."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         has_choice = len(_kinds(annotation)) > 1
         kind = {"kind": _kind_in(type(value), annotation)} if has_choice else {}
@@ -252,10 +243,7 @@ def _from_dict(cls: type[Any], data: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _construct(cls: type[Any], values: Mapping[str, Any], prefix: str) -> Any:
-    """An object of a class, whose `__post_init__` checks the values.
-
-    Raises ValueError if a field has no value.
-    """
+    """An object of a class, whose `__post_init__` checks the values. A field without a value is refused."""
     defaults = defaults_of(cls)
     for name in _settable(cls):
         if name not in values and name not in defaults:
@@ -318,10 +306,7 @@ def _without_kind(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
-    """Return a value as the annotation admits it.
-
-    Raises ValueError, which says what the annotation admits.
-    """
+    """Return a value as the annotation admits it, or raise a ValueError that says what it admits."""
     try:
         return _read_first(value, annotation, read_as)
     except _Mismatch as mismatch:
@@ -602,11 +587,9 @@ class Setting(typing.NamedTuple):
     "method=sampled").
     """
     expected: str
-    """The values that the setting admits, in words."""
     default: str | None
     """The default as typed; None if the setting is required."""
     sentence: str
-    """The string literal under the field, on one line; empty if there is none."""
 
 
 def settings_of(cls: type, values: Any = None, own: Mapping[str, type] = MappingProxyType({})) -> list[Setting]:

@@ -65,7 +65,6 @@ def name_of_class(cls: type) -> str:
 
 
 def _import_module(key: str, name: str, source: str) -> ModuleType:
-    """The module `source`, a dotted path."""
     try:
         return importlib.import_module(source)
     except Exception as error:

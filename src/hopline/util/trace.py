@@ -21,7 +21,7 @@ import math
 import statistics
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -232,21 +232,40 @@ class RegionStatistics:
     calls: int
     """Number of times that the region was entered, over all epochs."""
     first_epoch_s: float
-    """Seconds in the first epoch."""
     mean_s: float
     """Mean seconds per later epoch; nan if there is none."""
     std_s: float
     """Sample standard deviation of the later epochs, in seconds; nan with fewer than two."""
 
 
-class _RegionTime(NamedTuple):
-    """The time of one region in one epoch: the sum over all calls."""
+class _SumsByEpoch:
+    """Amounts summed by name, epoch by epoch. Any thread may call."""
 
-    seconds: float
-    calls: int
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: defaultdict[str, float] = defaultdict(float)
+        """The epoch that is not closed yet."""
+        self._closed: list[dict[str, float]] = []
+        """Earlier epochs, in order."""
+
+    def next_epoch(self) -> None:
+        """Close the epoch. What comes from now on belongs to the next one."""
+        with self._lock:
+            self._closed.append(dict(self._open))
+            self._open.clear()
+
+    def last_epoch(self) -> dict[str, float]:
+        """Return the sums of the epoch that was closed last, by name."""
+        with self._lock:
+            return dict(self._closed[-1]) if self._closed else {}
+
+    def this_epoch(self) -> dict[str, float]:
+        """Return the sums so far of the epoch that is not closed yet, by name."""
+        with self._lock:
+            return dict(self._open)
 
 
-class Timers:
+class Timers(_SumsByEpoch):
     """Times named regions over epochs. As a listener, it collects every span under its name.
 
     Any thread may call.
@@ -261,11 +280,8 @@ class Timers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[str, _RegionTime] = {}
-        """The epoch that is not closed yet, by region."""
-        self._closed: list[dict[str, _RegionTime]] = []
-        """Earlier epochs, in order, by region."""
+        super().__init__()
+        self._calls: Counter[str] = Counter()
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -283,23 +299,6 @@ class Timers:
     def on_count(self, name: str, amount: float) -> None:
         """Ignore counters."""
 
-    def next_epoch(self) -> None:
-        """Close the epoch. Times from now on belong to the next one."""
-        with self._lock:
-            self._closed.append(self._open)
-            self._open = {}
-
-    def last_epoch(self) -> dict[str, float]:
-        """Return the seconds of each region in the epoch that was closed last."""
-        with self._lock:
-            epoch = self._closed[-1] if self._closed else {}
-        return {name: region.seconds for name, region in epoch.items()}
-
-    def this_epoch(self) -> dict[str, float]:
-        """Return the seconds of each region so far in the epoch that is not closed yet."""
-        with self._lock:
-            return {name: region.seconds for name, region in self._open.items()}
-
     def slowest(self, among: Collection[str] | None = None) -> str | None:
         """Return the region that took longest in the epoch that was closed last; None if none was timed.
 
@@ -314,15 +313,13 @@ class Timers:
             # A caller who never closes an epoch has one epoch.
             epochs = list(self._closed) or [dict(self._open)]
         names = dict.fromkeys(itertools.chain.from_iterable(epochs))  # each once, in the order of first use
-        unused = _RegionTime(seconds=0.0, calls=0)
         found = []
         for name in names:
-            first, *later = [epoch.get(name, unused) for epoch in epochs]
-            later_s = [epoch.seconds for epoch in later]
+            first_s, *later_s = [epoch.get(name, 0.0) for epoch in epochs]
             region = RegionStatistics(
                 name=name,
-                calls=first.calls + sum(epoch.calls for epoch in later),
-                first_epoch_s=first.seconds,
+                calls=self._calls[name],
+                first_epoch_s=first_s,
                 mean_s=statistics.fmean(later_s) if later_s else math.nan,
                 std_s=statistics.stdev(later_s) if len(later_s) > 1 else math.nan,
             )
@@ -345,11 +342,11 @@ class Timers:
 
     def _add(self, name: str, seconds: float) -> None:
         with self._lock:
-            before = self._open.get(name, _RegionTime(seconds=0.0, calls=0))
-            self._open[name] = _RegionTime(seconds=before.seconds + seconds, calls=before.calls + 1)
+            self._open[name] += seconds
+            self._calls[name] += 1
 
 
-class Counters:
+class Counters(_SumsByEpoch):
     """A listener that adds up counters, per epoch and overall. Any thread may call.
 
     Example:
@@ -362,11 +359,6 @@ class Counters:
         4.0
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: defaultdict[str, float] = defaultdict(float)
-        self._closed: list[dict[str, float]] = []
-
     def on_span(self, span: Span) -> None:
         """Ignore spans."""
 
@@ -374,17 +366,6 @@ class Counters:
         """Add an amount to a counter."""
         with self._lock:
             self._open[name] += amount
-
-    def next_epoch(self) -> None:
-        """Close the epoch. Counts from now on belong to the next one."""
-        with self._lock:
-            self._closed.append(dict(self._open))
-            self._open.clear()
-
-    def last_epoch(self) -> dict[str, float]:
-        """Return each counter's total in the epoch that was closed last."""
-        with self._lock:
-            return dict(self._closed[-1]) if self._closed else {}
 
     def totals(self) -> dict[str, float]:
         """Return each counter's total over all epochs, the one that is not closed included."""

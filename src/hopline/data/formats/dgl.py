@@ -43,7 +43,6 @@ X = ("feat", "feats", "features", "x")
 Y = ("label", "labels", "y")
 """Names of labels in DGL's datasets and examples. The first that exists is taken."""
 MASKS = ("train_mask", "val_mask", "valid_mask", "test_mask")
-"""Names of split masks."""
 EDGE = {"w": "weight", "edge_weight": "weight", "feat": "attr", "feats": "attr", "edge_attr": "attr"}
 """Names of edge data in DGL, and those that convs look for."""
 DGLS_OWN = ("_ID", "_TYPE", "inner_node", "inner_edge", "orig_id", "part_id", "trainer_id")
@@ -232,7 +231,6 @@ class _Parts:
 
 
 def _named(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Columns of a part by their names without node or edge type, without those that DGL itself added."""
     named = {_column_name(name): values for name, values in tensors.items()}
     return {name: values for name, values in named.items() if name not in DGLS_OWN}
 

@@ -18,9 +18,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import struct
 import zipfile
-import zlib
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,20 +37,6 @@ from hopline.util.files import check_file
 from hopline.util.host import host_memory
 from hopline.util.log import logger
 
-DAMAGED = (
-    ValueError,
-    OSError,
-    EOFError,
-    KeyError,
-    AttributeError,
-    OverflowError,
-    struct.error,
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,  # an archive that looks encrypted
-    RuntimeError,  # the same
-)
-"""Exceptions that NumPy and zipfile raise for damaged archives."""
 _SPARSE = ("x_data", "x_indices", "x_indptr", "x_shape")
 """Arrays of features in CSR form."""
 _EDGE_NAMES = {"t": "time", "time": "time", "weight": "weight", "type": "type"}
@@ -65,7 +49,6 @@ _ALWAYS_EDGE = ("edge_type", "edge_weight", "edge_attr", "edge_time")
 _FIXED_KEYS = ("x", "y", "edge_index", "meta", *_SPARSE)
 """Arrays whose name alone says what they are, splits excepted."""
 _SPLIT_KEYS = re.compile("(train|val|valid|validation|dev|test)_(mask|idx)")
-"""Names of split arrays."""
 _STORED_ONCE = "each edge once"
 """Words in the field "edges" of `meta` by which a file says that it stores one direction of undirected edges."""
 
@@ -204,7 +187,7 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             if num_bytes <= free_bytes:
                 with np.load(file, allow_pickle=False) as arrays:
                     return {key: arrays[key] for key in arrays.files}
-    except DAMAGED as error:
+    except Exception as error:  # NumPy and zipfile raise many types for damaged archives
         raise ValueError(f"{path} is damaged or not an .npz of plain arrays ({error}): copy it again.") from error
     raise ValueError(
         f"{path} unpacks to {format_size(num_bytes)}, and {format_size(free_bytes)} of memory are free: if it is no "
