@@ -175,7 +175,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/ops/cpu/synthetic.py",
         old="num_members = (num_nodes - own_class + num_classes - 1) // num_classes",
         new="num_members = num_nodes // num_classes",
-        tests=("tests/ops/cpu/test_synthetic.py",),
+        tests=("tests/ops/cpu/test_synthetic.py", "tests/ops/gpu/test_synthetic.py"),
     ),
     Fault(
         name="last row of each piece of a file is not read",
@@ -305,6 +305,14 @@ FAULTS: tuple[Fault, ...] = (
         old="slots = tl.maximum(slots, -1)",
         new="slots = slots + 0",
         tests=("tests/ops/gpu/test_tiers.py",),
+    ),
+    Fault(
+        name="first edge of a node belongs to the node before",
+        area="GPU synthetic graphs",
+        file="src/hopline/ops/gpu/synthetic.py",
+        old="has_begun = tl.load(indptr_ptr + middle) <= edge",
+        new="has_begun = tl.load(indptr_ptr + middle) < edge",
+        tests=("tests/ops/gpu/test_synthetic.py",),
     ),
     # ---- batches
     Fault(

@@ -1,4 +1,4 @@
-"""Synthetic graphs: exact counts, the same bits for any chunks and threads, planted structure."""
+"""Synthetic graphs: exact counts, the same bits for any chunks, threads and device, planted structure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from hopline.data.built_in import BUILT_IN, PlantedPartition, built_in
 from hopline.data.dataset import Dataset
 from hopline.data.registry import open_dataset
 from hopline.data.store import verify
-from hopline.data.synthetic import planted_partition
+from hopline.data.synthetic import make_on, planted_partition
+from tests.support.helpers import KERNEL_DEVICE
 
 SMALL = PlantedPartition(
     num_nodes=5000, num_edges=100_000, num_classes=10, num_features=8, num_train=1000, num_valid=500
@@ -59,6 +60,28 @@ def test_another_seed_makes_another_graph() -> None:
     b = planted_partition(SMALL, seed=1)
     assert not torch.equal(a.graph.indices[:1000], b.graph.indices[:1000])
     assert not torch.equal(a.splits["train"], b.splits["train"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtype": "float16", "homophily": 0.3, "num_test": 0}, {"num_edges": 0}])
+def test_a_device_makes_the_same_graph(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(synthetic, "DEVICE_CHUNK_NODES", 2048)
+    settings = replace(SMALL, **changes)
+    expected = planted_partition(settings)
+    arrays = make_on(torch.device(KERNEL_DEVICE), settings)
+    for name, array in (
+        ("indptr", expected.graph.indptr),
+        ("indices", expected.graph.indices),
+        ("y", expected.labels),
+        ("table.x", expected.x.storage()),
+    ):
+        assert array is not None
+        assert arrays[name].device.type == KERNEL_DEVICE
+        assert arrays[name].dtype == array.dtype
+        assert torch.equal(arrays[name].cpu(), array), name
+    for name, ids in expected.splits.items():
+        assert arrays[f"split.0.{name}"].device.type == "cpu"
+        assert torch.equal(arrays[f"split.0.{name}"], ids)
 
 
 @pytest.mark.gpu

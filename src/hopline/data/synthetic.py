@@ -9,15 +9,15 @@ and the largest in-degree is a few hundred times the mean. Sources are drawn wit
 too, so out-degrees have a heavy tail as well. Repeated edges are possible, self-loops are not.
 
 All draws of a node are hashes of (key, node). So ranges of nodes can be made in any order and by any number
-of threads. The CPU (`ops.cpu.synthetic`) makes `CHUNK_NODES` nodes at a time. A graph that is written to a
-folder, or that stays on a GPU, is never in host memory as a whole, except a symmetric one.
+of threads. The CPU (`ops.cpu.synthetic`) and a GPU (`ops.gpu.synthetic`) make the same graph. The CPU makes
+`CHUNK_NODES` nodes at a time. A graph that is written to a folder is never in memory as a whole, except a
+symmetric one.
 """
 
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +45,9 @@ CUT = 3e-5
 FLOOR = 0.02
 """Share of the edges that is spread evenly, so that degrees fall smoothly to the last rank."""
 CHUNK_NODES = 1 << 18
-"""Nodes that are generated at a time, which limits memory."""
+"""Nodes that are generated at a time on the CPU, which limits memory."""
+DEVICE_CHUNK_NODES = 1 << 24
+"""Nodes whose splits are determined at a time on a GPU, which limits temporary memory."""
 
 
 def planted_partition(
@@ -61,7 +63,8 @@ def planted_partition(
     settings: Default: those of `PlantedPartition()`.
     name: Name of the dataset.
     folder: Write the graph to this folder and open it. Default: keep it in memory.
-    device: "cuda" puts the graph on the GPU, except its splits, which are on the host.
+    device: "cuda" generates the same graph on the GPU. It stays there, except its splits, which are on the
+        host. A symmetric graph is generated on the host and moved.
     changes: Fields of `PlantedPartition` that differ from `settings`.
     """
     settings = settings or PlantedPartition()
@@ -83,7 +86,7 @@ def planted_partition(
     if folder is not None:
         _write_folder(settings, name, folder, meta)
         return open_folder(folder)
-    arrays = _make_arrays(settings, target)
+    arrays = _join_chunks(_make_chunks(settings)) if target.type == "cpu" else make_on(target, settings)
     return Dataset(
         name=name,
         graph=Graph(arrays["indptr"], arrays["indices"]),
@@ -95,24 +98,12 @@ def planted_partition(
     )
 
 
-def _make_arrays(settings: PlantedPartition, device: torch.device) -> dict[str, Tensor]:
-    """All arrays as a whole on `device`, filled chunk by chunk. Splits are on the host."""
-    num_rows = {"indptr": settings.num_nodes + 1, "indices": settings.num_edges}
-    arrays: dict[str, Tensor] = {}
-    num_filled: Counter[str] = Counter()
-    splits: dict[str, list[Tensor]] = {}
-    for chunk in _make_chunks(settings):
-        for name, rows in chunk.items():
-            if name.startswith("split."):
-                splits.setdefault(name, []).append(rows)
-                continue
-            if name not in arrays:
-                shape = (num_rows.get(name, settings.num_nodes), *rows.shape[1:])
-                arrays[name] = torch.empty(shape, dtype=rows.dtype, device=device)
-            first = num_filled[name]
-            num_filled[name] += rows.size(0)
-            arrays[name][first : num_filled[name]] = rows
-    return arrays | {name: torch.cat(ids) for name, ids in splits.items()}
+def _join_chunks(chunks: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    chunks_by_array: dict[str, list[Tensor]] = {}
+    for chunk in chunks:
+        for array, rows in chunk.items():
+            chunks_by_array.setdefault(array, []).append(rows)
+    return {array: torch.cat(rows) for array, rows in chunks_by_array.items()}
 
 
 def _move_to_device(dataset: Dataset, device: torch.device) -> Dataset:
@@ -211,6 +202,54 @@ def _make_chunk(settings: PlantedPartition, first: int, count: int, num_edges_be
         "y": torch.from_numpy(ranks % num_classes),
     }
     return chunk | _splits(settings, first, torch.from_numpy(split_ranks))
+
+
+def make_on(device: torch.device, settings: PlantedPartition) -> dict[str, Tensor]:
+    """All arrays as a whole, made on `device` by the kernels of `ops.gpu.synthetic`. Splits are on the host."""
+    from hopline.ops.gpu import synthetic as kernels
+
+    n = settings.num_nodes
+    half_bits = _half_bits(n)
+    rank_key, edge_key, feature_key, split_key = _keys(settings)
+    # Triton launches on the current device. -1 changes nothing: tests run the kernels on the CPU.
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        ranks = kernels.ranks(0, n, rank_key, half_bits, n, device)
+        indptr = torch.zeros(n + 1, dtype=torch.int64, device=device)
+        torch.index_select(_degrees_by_rank(settings).to(device), 0, ranks, out=indptr[1:])
+        indptr[1:].cumsum_(0)
+        sources = kernels.sources(
+            indptr, ranks, rank_key, edge_key, half_bits, settings.num_classes, settings.homophily, index_dtype(n)
+        )
+        assert sources.numel() == settings.num_edges, (sources.numel(), settings.num_edges)
+
+        y = ranks.remainder_(settings.num_classes)  # in place: the ranks are not needed any more
+        means = torch.from_numpy(_class_means(settings)).to(device)
+        features = kernels.features(y, means, feature_key, DTYPES[settings.dtype])
+
+        split_chunks = []
+        for first in range(0, n, DEVICE_CHUNK_NODES):
+            count = min(DEVICE_CHUNK_NODES, n - first)
+            split_ranks = kernels.ranks(first, count, split_key, half_bits, n, device)
+            split_chunks.append(_splits(settings, first, split_ranks))
+    return {"indptr": indptr, "indices": sources, "table.x": features, "y": y, **_join_chunks(split_chunks)}
+
+
+def _degrees_by_rank(settings: PlantedPartition) -> Tensor:
+    """[num_nodes] int64 on the CPU: the in-degree of every rank.
+
+    Not computed on the GPU, where powers of float64 numbers may differ in their last bit.
+    """
+    from hopline.ops.cpu import synthetic as kernels
+    from hopline.ops.cpu.runtime import over_ranges
+
+    n = settings.num_nodes
+    degrees = np.empty(n, dtype=np.int64)
+
+    def fill(start: int, stop: int) -> None:
+        kernels.fill_degrees(np.arange(start, stop), n, settings.num_edges, TAIL, CUT, FLOOR, degrees[start:stop])
+
+    over_ranges(fill, n, work=n)
+    return torch.from_numpy(degrees)
 
 
 def _splits(settings: PlantedPartition, first: int, split_ranks: Tensor) -> dict[str, Tensor]:

@@ -1,13 +1,11 @@
-"""The keyed order of the synthetic graphs' nodes, and the sources of their edges."""
+"""The keyed order of the synthetic graphs' nodes, and the degrees that go with it."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from hopline.ops.cpu import synthetic as cpu_synthetic
-from hopline.ops.random import draw, uniform
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 100, 1023, 1025])
@@ -33,34 +31,3 @@ def test_any_range_of_nodes_has_the_ranks_of_the_whole() -> None:
     cpu_synthetic.fill_ranks(0, np.uint64(7), np.uint64(5), 1000, whole)
     cpu_synthetic.fill_ranks(250, np.uint64(7), np.uint64(5), 1000, some)
     assert some.tolist() == whole[250:350].tolist()
-
-
-@pytest.mark.parametrize("homophily", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize(("num_nodes", "num_classes"), [(4, 2), (1025, 7)])
-def test_sources_are_drawn_by_the_square_of_a_uniform_number(
-    homophily: float, num_nodes: int, num_classes: int
-) -> None:
-    half = np.uint64(6)
-    ranks = np.empty(num_nodes, dtype=np.int64)
-    cpu_synthetic.fill_ranks(0, np.uint64(3), half, num_nodes, ranks)
-    node_at = {rank: node for node, rank in enumerate(ranks.tolist())}
-    degrees = np.arange(num_nodes) % 4
-    degrees[1] = 5000  # a hub, between nodes without edges
-    indptr = np.concatenate([[0], np.cumsum(degrees)])
-    ours = np.empty(indptr[-1], dtype=np.int64)
-    args = (np.uint64(3), np.uint64(11), half, num_nodes, num_classes, homophily, ours)
-    cpu_synthetic.fill_sources(0, ranks, indptr, *args)
-
-    dst = torch.repeat_interleave(torch.arange(num_nodes), torch.from_numpy(degrees))
-    number = torch.arange(indptr[-1]) - torch.from_numpy(indptr)[dst]
-    upper_bits = (draw(11, dst, 2 * number + offset) >> 11 for offset in (0, 1))
-    coin, u = (uniform(raw, 53).tolist() for raw in upper_bits)
-    expected = []
-    for e, own_rank in enumerate(ranks[dst].tolist()):
-        members = range(own_rank % num_classes, num_nodes, num_classes)
-        choices = members if coin[e] < homophily else range(num_nodes)
-        rank = choices[int(len(choices) * u[e] * u[e])]
-        if rank == own_rank:
-            rank += num_classes if rank + num_classes < num_nodes else -num_classes
-        expected.append(node_at[rank])
-    assert ours.tolist() == expected
