@@ -357,6 +357,41 @@ def test_what_is_mistyped_or_missing_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("train", "graph", "method.fanouts=3"), "fanouts=(3,)"),
+        (("train", "graph", "precision=fp16"), "Did you mean 'bf16'?"),
+        (("train", "graph", "model.name=sage2"), "Did you mean 'sage'?"),
+        (("train", "graph", "symmetrize=false"), "symmetrize"),
+        (("train", "graph", "split=3"), "split 3"),
+        (("train", "graph", "out=file.txt"), "file.txt is a file"),
+        (("infer", "run", "nodes=valid2"), "valid2"),
+        (("infer", "run", "hops=2"), "hops="),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_the_data_or_the_run_is_named(
+    arguments: tuple[str, ...], word: str, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file.txt").write_text("x")
+    if arguments[0] == "infer":
+        assert command("train", graph, *overrides(out="run")).status == 0
+    before = sorted(tmp_path.iterdir())
+    assert_refused(command(*arguments, *(["model.layers=2"] if arguments[0] == "train" else [])), word)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("variable", ["HOME=/nonexistent", "TMPDIR=/nonexistent", "COLUMNS=x"])
+def test_an_environment_that_a_run_does_not_need_may_be_wrong(
+    variable: str, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(*variable.split("="))
+    outcome = command("train", graph, *overrides(out=tmp_path / "run"))
+    assert outcome.status == 0, outcome.err
+
+
 def test_features_that_are_not_numbers_are_named(graph: Path, tmp_path: Path):
     alter_array(graph, "table.x", (slice(None), 2), np.nan)
     assert_refused(command("verify", graph), "table.x.npy is damaged")
