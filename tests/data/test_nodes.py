@@ -67,7 +67,7 @@ def test_features_become_floating_point() -> None:
 
 
 def test_what_does_not_fit_the_nodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="Table 'x' has 2 rows for 3 nodes"):
+    with pytest.raises(ValueError, match="'x' has 2 rows for 3"):
         node_data(3, x=torch.zeros(2, 2))
     with pytest.raises(ValueError, match="2 labels for 3 nodes"):
         node_data(3, y=[0, 1])

@@ -159,21 +159,6 @@ def test_sampled_inference_at_finite_fanouts_is_forward_on_those_batches() -> No
     assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["pyg", "whole", "gnn"])
-def test_the_training_mode_of_every_module_is_restored(training: bool, kind: str) -> None:
-    model = {
-        "pyg": pyg.models.GraphSAGE(6, 8, 2, 3, norm="batch_norm").double(),
-        "whole": conv_of("sage-mean", 6, 3),
-        "gnn": gnn_of("batch-norm"),
-    }[kind].train(training)
-    frozen = next(m for m in model.modules() if not list(m.children()))
-    frozen.eval()
-    before = [m.training for m in model.modules()]
-    infer.exact(model, dataset_of(BARE, X))
-    assert [m.training for m in model.modules()] == before
-
-
 def test_outputs_have_no_gradient_and_the_mode_is_restored_after_an_error() -> None:
     model = gnn_of("plain").train()
     data = dataset_of(BARE, X)

@@ -99,15 +99,6 @@ def test_equals_stock_gcn_with_explicit_weights(name: str, kind: str, fanout: in
     assert_close(x.grad, stock_x.grad)
 
 
-@parametrize_pairwise(name=NAMES, kind=KINDS, dtype=[torch.int32, torch.int64])
-def test_on_all_edges_equals_stock_gcn(name: str, kind: str, dtype: torch.dtype) -> None:
-    graph = graph_like(kind, dtype)
-    x = randn(50, 4)
-    block = batch_of(graph, None, (-1,)).blocks[0]
-    conv = conv_of(name, 4, 3)
-    assert_close(convolve(conv, x, block), stock(conv, x, graph))
-
-
 @pytest.mark.parametrize("kind", ["plain", "weighted-loops"])
 @pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replace"])
 def test_one_layer_is_unbiased(kind: str, replacement: bool) -> None:
