@@ -223,17 +223,6 @@ def test_three_layers_that_read_one_list_are_biased() -> None:
         assert linear_bias(3, one_list.sample, graph, kind) > 4, kind
 
 
-def test_gcn2_equals_stock() -> None:
-    graph = random_graph(loops=True)
-    x = randn(50, 4)
-    x0 = randn(50, 4, seed=3)
-    torch.manual_seed(0)
-    conv = pyg.GCN2Conv(4, alpha=0.2, theta=0.5, layer=2).double()
-    block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
-    ours = convolve(conv, x[block.src_ids], block, x0[block.dst_ids])
-    assert_close(ours, conv(x, x0, graph.edge_index())[SEEDS])
-
-
 def test_a_cached_gcn_does_not_keep_the_edges_of_a_block() -> None:
     graph = random_graph()
     x = randn(50, 4)

@@ -158,6 +158,17 @@ def assert_refused(outcome: Outcome, *words: str) -> None:
         assert word in last, outcome.err
 
 
+class StopAfter(hl.Callback):
+    """Fails after a number of steps, as an error in a user's code would."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
+        if step.step == self.steps:
+            raise RuntimeError("enough")
+
+
 class Recorder(hl.Callback):
     """Records every call of a hook with its payload."""
 
