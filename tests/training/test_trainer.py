@@ -50,20 +50,6 @@ def test_trains_exactly_the_epochs_and_evaluates_on_time(epochs: int, every: int
     assert run.reason == ("1 epoch is trained" if epochs == 1 else f"all {epochs} epochs are trained")
 
 
-def test_every_epoch_trains_every_seed_once():
-    trained_seeds: list[int] = []
-
-    def step(model: nn.Module, batch: hl.Batch) -> Tensor:
-        trained_seeds.extend(batch.seeds.tolist())
-        return model(batch).square().mean()
-
-    data = small()
-    fit(data, epochs=2, train_step=step)
-    train = data.splits["train"].tolist()
-    assert sorted(trained_seeds[: len(train)]) == sorted(trained_seeds[len(train) :]) == train
-    assert trained_seeds[: len(train)] != trained_seeds[len(train) :]
-
-
 def test_early_stop_says_why_and_stops():
     values = iter([0.3, 0.5, 0.4, 0.5, 0.2, 0.9])
 
@@ -574,29 +560,6 @@ def test_an_exception_in_a_stage_names_it_and_ends_cleanly_with_a_report(workers
     assert "failed" in records(tmp_path, "close")[0]["status"]
 
 
-def test_a_run_folder_tells_what_was_done(tmp_path: Path):
-    run = fit(small(), epochs=3, evaluate_every=2, out=tmp_path)
-    assert [r["epoch"] for r in records(tmp_path, "epoch")] == [1, 2, 3]
-    assert [(r["epoch"], r["split"]) for r in records(tmp_path, "evaluate")][:2] == [(2, "valid"), (3, "valid")]
-    (end,) = records(tmp_path, "end")
-    assert (end["test"], end["reason"]) == ({"accuracy": run.test}, run.reason)
-    assert end["peak_rss_bytes"] > 1 << 20
-    assert {p.name for p in tmp_path.iterdir()} == {
-        *(
-            "best.pt",
-            "best.pt.sha256",
-            "last.pt",
-            "last.pt.sha256",
-            "checkpoint.pt",
-            "config.json",
-            "metrics.jsonl",
-            "run.log",
-            "trace.json",
-            "report.html",
-        ),
-    }
-
-
 def test_a_batch_of_one_seed_trains_with_batch_norm_inside_the_conv():
     data = small(num_train=51)
     model = GIN(data.num_features, 8, 2, data.num_classes, norm="batch_norm")
@@ -614,17 +577,14 @@ def test_evaluation_is_counted_to_the_epoch_it_follows_and_the_test_to_none():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"data": Data(x=torch.ones(2, 2))}, "takes a hopline Dataset.*hl.from_pyg"),
+        ({"data": Data(x=torch.ones(2, 2))}, "hl.from_pyg"),
         ({"data": [Data(x=torch.ones(2, 2))]}, "Batch.from_data_list"),
         ({"data": "cora"}, "hl.open"),
         ({"model": nn.Identity()}, "nothing to train"),
         ({"model": "sage"}, r"hl.nn.GNN\("),
         ({"model": GraphSAGE}, r"GraphSAGE\(\.\.\.\)"),
         ({"model": nn.Linear(2, 2).half()}, r"model.float\(\).*precision='bf16'"),
-        (
-            {"settings": {"patience": 2}, "splits": "valid"},
-            "patience=2 needs a validation metric, and the dataset has no .valid. split",
-        ),
+        ({"settings": {"patience": 2}, "splits": "valid"}, "patience=2 .*valid"),
         ({"settings": {"patience": 0}}, "patience must be at least 1"),
         ({"settings": {"device": "tpu"}}, "device='tpu'"),
         ({"outputs": 2}, "puts out 2 columns for 4 classes"),
