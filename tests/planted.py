@@ -500,7 +500,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/util/files.py",
         old="hexdigest() not in listed:",
         new="hexdigest() not in listed and not content:",
-        tests=("tests/run/test_damaged.py",),
+        tests=("tests/run/test_train.py",),
     ),
     Fault(
         name="a kill between the checksum and the weights makes them unreadable",

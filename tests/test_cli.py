@@ -64,6 +64,7 @@ def test_train_infer_and_report_run_one_after_the_other(graph: Path, tmp_path: P
     status, text, err = command("train", graph, *overrides(out=out, epochs=2))
     assert (status, err) == (0, "")
     (end,) = records(out, "end")
+    assert (end["reason"], end["peak_rss_bytes"] > 1 << 20) == ("all 2 epochs are trained", True)
     assert re.search(rf"^test accuracy +{end['test']['accuracy']:.4f} \(exact", text, flags=re.MULTILINE)
     assert re.search(rf"^run folder +{re.escape(str(out))} ", text, flags=re.MULTILINE)
     assert text.count("seeds/s") == 2
@@ -120,8 +121,7 @@ def test_partition_and_verify(graph: Path, tmp_path: Path):
     assert "3 shards of one cut" in text
     assert text.splitlines()[-1] == f"{folder} is intact"
     assert_refused(command("partition", graph, folder, *settings), f"{folder} is not empty", "overwrite=true")
-    words = "there are 3 shards and 2 processes: start one process per shard (devices=3)"
-    assert_refused(command("train", folder, "model.hidden=4", "devices=2"), words)
+    assert_refused(command("train", folder, "model.hidden=4", "devices=2"), "(devices=3)")
     assert command("partition", graph, folder, "shards=2", "how=labels", "overwrite=true").status == 0
     assert hl.shards.open_shard(folder, 1).num_shards == 2
     assert_refused(command("train", folder, "symmetrize=true"), "is in shards already")
@@ -230,7 +230,7 @@ def test_the_tables_of_historical_runs_are_one_line_of_the_help():
     text = command("train", "--help").out
     assert "gas-MODEL-DATASET" in text
     assert "gas-gcn-cora" not in text
-    assert_refused(command("train", "gas-pna-reddit"), "there is no run 'gas-pna-reddit'", "gas-gcn-reddit")
+    assert_refused(command("train", "gas-pna-reddit"), "'gas-pna-reddit'", "gas-gcn-reddit")
 
 
 def test_settings_of_every_level_can_be_overridden(graph: Path, tmp_path: Path):
@@ -312,40 +312,37 @@ def test_settings_with_values_of_two_kinds_are_read_and_stored(graph: Path, tmp_
     [
         (("trian",), ["no command 'trian'", "'train'"]),
         (("train", "--epochs"), ["No such option: --epochs"]),
-        (("train", "demo", "epoch=3"), ["Unknown key 'epoch'", "Did you mean 'epochs'?"]),
+        (("train", "demo", "epoch=3"), ["Did you mean 'epochs'?"]),
         (("train", "demo", "fanouts=3,3"), ["Did you mean 'method.fanouts'?"]),
-        (("train", "demo", "epochs=many"), ["epochs=many is not valid: expected an integer"]),
-        (("train", "demo", "model=gat", "model.heads=8"), ["Unknown key 'model.heads'", "it is model.conv.heads"]),
-        (("train", "demo", "split=0.6"), ["split=0.6 is not valid: expected an integer or 3 numbers"]),
-        (("train", "demo", "split=0.6,0.4,0.2"), ["are 0.6,0.4,0.2, more than 1 together"]),
-        (("train", "demo", "split=-1"), ["split must be at least 0, not -1: set split=0", "split=0.6,0.2,0.2"]),
-        (("train", "demo", "evaluate=later"), ["evaluate=later is not valid: expected 'blocking' or 'async'"]),
-        (
-            ("train", "demo", "budget=1GiB", "budget.over_budget=cut_by_dgree"),
-            ["budget.over_budget=cut_by_dgree is not valid", "Did you mean 'cut_by_degree'?"],
-        ),
-        (("convert", "demo", "out", "split=1"), ["split=1 is not valid: expected 3 numbers"]),
-        (("train", "demo", "method.fanouts=0,1"), ["a fan-out is a positive number or -1"]),
-        (("train", "demo", "method=sample"), ["method=sample is not valid"]),
-        (("train", "demo", "method=cluster"), ["method=cluster is not valid", "method=historical method.halo=drop"]),
-        (("train", "demo", "method=Cluster-GCN"), ["Cluster-GCN is method=historical method.halo=drop"]),
+        (("train", "demo", "epochs=many"), ["epochs=many", "an integer"]),
+        (("train", "demo", "model=gat", "model.heads=8"), ["model.conv.heads"]),
+        (("train", "demo", "split=0.6"), ["split=0.6 ", "3 numbers"]),
+        (("train", "demo", "split=0.6,0.4,0.2"), ["0.6,0.4,0.2", "more than 1"]),
+        (("train", "demo", "split=-1"), ["set split=0", "split=0.6,0.2,0.2"]),
+        (("train", "demo", "evaluate=later"), ["evaluate=later", "'blocking' or 'async'"]),
+        (("train", "demo", "budget=1GiB", "budget.over_budget=cut_by_dgree"), ["Did you mean 'cut_by_degree'?"]),
+        (("convert", "demo", "out", "split=1"), ["split=1", "3 numbers"]),
+        (("train", "demo", "method.fanouts=0,1"), ["fan-out", "-1"]),
+        (("train", "demo", "method=sample"), ["method=sample "]),
+        (("train", "demo", "method=cluster"), ["method=historical method.halo=drop"]),
+        (("train", "demo", "method=Cluster-GCN"), ["method=historical method.halo=drop"]),
         (("train", "demo", "method=GAS"), ["GAS is method=historical."]),
         (("train", "demmo"), ["no dataset 'demmo'", "Did you mean 'demo'?"]),
         (("train", "no/such/folder"), ["no dataset folder no/such/folder"]),
         (("train", "missing.npz"), ["no file missing.npz"]),
         (("infer",), ["Missing argument 'RUN'"]),
         (("infer", "no/run"), ["no/run is not a run folder"]),
-        (("infer", "no/run", "write=some"), ["write=some is not valid: expected 'classes' or 'probabilities'"]),
+        (("infer", "no/run", "write=some"), ["write=some", "'classes' or 'probabilities'"]),
         (("report", "no/run"), ["no/run is not a run folder"]),
         (("verify", "no/folder"), ["no dataset folder no/folder"]),
-        (("convert", "edges.csv"), ["say where to write the dataset: hopline convert edges.csv FOLDER"]),
+        (("convert", "edges.csv"), ["hopline convert edges.csv FOLDER"]),
         (("convert", "no_edges.csv", "out"), ["no_edges.csv"]),
-        (("partition", "demo", "shards=2"), ["say where to write the shards: hopline partition demo FOLDER"]),
-        (("partition", "demo", "out"), ["say how many shards", "hopline partition demo out shards=4"]),
+        (("partition", "demo", "shards=2"), ["hopline partition demo FOLDER"]),
+        (("partition", "demo", "out"), ["hopline partition demo out shards=4"]),
         (("partition", "demo", "out", "--shard", "2"), ["type shard=VALUE"]),
         (("partition", "demo", "out", "--shards"), ["type shards=VALUE"]),
-        (("partition", "demo", "out", "shards=2", "how=meits"), ["how=meits is not valid", "metis"]),
-        (("datasets", "data_root=x"), ["takes no settings, and was given data_root=x", "HOPLINE_DATA"]),
+        (("partition", "demo", "out", "shards=2", "how=meits"), ["how=meits", "metis"]),
+        (("datasets", "data_root=x"), ["data_root=x", "HOPLINE_DATA"]),
     ],
     ids=" ".join,
 )
@@ -357,11 +354,46 @@ def test_what_is_mistyped_or_missing_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("train", "graph", "method.fanouts=3"), "fanouts=(3,)"),
+        (("train", "graph", "precision=fp16"), "Did you mean 'bf16'?"),
+        (("train", "graph", "model.name=sage2"), "Did you mean 'sage'?"),
+        (("train", "graph", "symmetrize=false"), "symmetrize"),
+        (("train", "graph", "split=3"), "split 3"),
+        (("train", "graph", "out=file.txt"), "file.txt is a file"),
+        (("infer", "run", "nodes=valid2"), "valid2"),
+        (("infer", "run", "hops=2"), "hops="),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_with_the_data_or_the_run_is_named(
+    arguments: tuple[str, ...], word: str, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file.txt").write_text("x")
+    if arguments[0] == "infer":
+        assert command("train", graph, *overrides(out="run")).status == 0
+    before = sorted(tmp_path.iterdir())
+    assert_refused(command(*arguments, *(["model.layers=2"] if arguments[0] == "train" else [])), word)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("variable", ["HOME=/nonexistent", "TMPDIR=/nonexistent", "COLUMNS=x"])
+def test_an_environment_that_a_run_does_not_need_may_be_wrong(
+    variable: str, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(*variable.split("="))
+    outcome = command("train", graph, *overrides(out=tmp_path / "run"))
+    assert outcome.status == 0, outcome.err
+
+
 def test_features_that_are_not_numbers_are_named(graph: Path, tmp_path: Path):
     alter_array(graph, "table.x", (slice(None), 2), np.nan)
     assert_refused(command("verify", graph), "table.x.npy is damaged")
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
-    assert_refused(outcome, "the loss became nan in epoch 1", "check the features by `hopline verify`")
+    assert_refused(outcome, "nan in epoch 1", "hopline verify")
 
 
 @pytest.mark.parametrize("label", [99, -1])
@@ -370,9 +402,7 @@ def test_a_label_out_of_range_is_named(graph: Path, tmp_path: Path, split: str, 
     node = int(small().splits[split][5])
     alter_array(graph, "y", node, label)
     outcome = command("train", graph, *overrides(out=tmp_path / "run"))
-    assert_refused(
-        outcome, f"node {node} of split '{split}' has label {label}, and a label must be", "a class from 0 to 3"
-    )
+    assert_refused(outcome, f"node {node} of split '{split}' has label {label}", "0 to 3")
 
 
 def test_a_split_out_of_range_is_named(graph: Path, tmp_path: Path):
@@ -388,7 +418,7 @@ def test_a_dataset_without_seeds_is_refused(tmp_path: Path, how: str):
     data.save(tmp_path / "graph")
     for arguments in (("train", *overrides()), ("plan", *overrides()), ("train", "method=auto")):
         outcome = command(arguments[0], tmp_path / "graph", *arguments[1:], f"out={tmp_path / 'run'}")
-        assert_refused(outcome, "no training nodes: draw some with split=0.6,0.2,0.2")
+        assert_refused(outcome, "split=0.6,0.2,0.2")
 
 
 def test_a_full_disk_while_predicting_is_named(graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -238,13 +238,6 @@ def trainer_within(share: float | None, method: Sampled, epochs: int) -> Trainer
     return trainer
 
 
-def test_batch_norms_are_refused_when_a_batch_would_be_split():
-    model = gnn_of("batch-norm")
-    batch = batch_of(DATA.graph, randn(2000, 6), (3, 3, 3), torch.arange(500))
-    with pytest.raises(ValueError, match="norm='layer'"):
-        guard_of(model, 1000).make_fit(batch)
-
-
 def test_over_budget_refuse_names_the_bytes_that_are_missing():
     model = model_of()
     guard = guard_of(model, 5000, over_budget="refuse")

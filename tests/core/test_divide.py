@@ -41,12 +41,6 @@ def test_without_pymetis_the_error_says_what_to_install(monkeypatch: pytest.Monk
         divide.by_metis(random_graph(), 2, 0, False)
 
 
-def test_metis_is_refused_where_it_would_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(divide, "METIS_BYTES", 1 << 60)
-    with pytest.raises(ValueError, match="use how='streaming'"):
-        divide.by_metis(random_graph(), 2, 0, False)
-
-
 @pytest.mark.parametrize("bad", [-1, 3])
 def test_an_edge_index_out_of_range_is_refused(bad: int) -> None:
     graph = graph_of(torch.tensor([1, bad]), torch.tensor([0, 1]), 3)

@@ -193,21 +193,6 @@ def test_a_tree_trains_through_the_trainer():
     assert losses[0][-1] < losses[0][0]
 
 
-def test_a_model_without_layers_is_refused_with_what_to_set():
-    data = dataset_of(random_graph(), X)
-
-    class ModuleWithoutLayers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = pyg.SAGEConv(6, 3)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.conv(x, edge_index)
-
-    with pytest.raises(ValueError, match="layout=block"):
-        hl.Trainer(ModuleWithoutLayers(), data, hl.Sampled(fanouts=(3,), layout="tree"), show=False)
-
-
 def test_padded_edges_lead_empty_slots_to_a_row_beyond_the_last():
     batch = tree_batch(random_graph(weight=True))
     for block in batch.blocks:

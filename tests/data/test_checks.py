@@ -43,7 +43,7 @@ def test_values_must_be_finite(dtype: torch.dtype, value: float) -> None:
     rows = torch.zeros(20, 3, dtype=dtype)
     checks.check_finite(rows, "p")
     rows[17, 2] = value
-    with pytest.raises(ValueError, match=rf"p holds {value} in row 17, column 2: .*numpy\.nan_to_num"):
+    with pytest.raises(ValueError, match=rf"{value} in row 17, column 2.*nan_to_num"):
         checks.check_finite(rows, "p")
 
 
@@ -51,7 +51,7 @@ def test_labels_must_be_classes() -> None:
     y = torch.arange(20) % 4
     y[3] = -1
     checks.check_labels(y, "single", 4, "y.npy")
-    with pytest.raises(ValueError, match=r"y\.npy holds label 3 at node 7: .*0 to 2"):
+    with pytest.raises(ValueError, match=r"y\.npy .*3 at node 7: .*0 to 2"):
         checks.check_labels(y, "single", 3, "y.npy")
     y[11] = -2
     with pytest.raises(ValueError, match="label -2 at node 11"):
@@ -59,7 +59,7 @@ def test_labels_must_be_classes() -> None:
     many = torch.ones(20, 5)
     checks.check_labels(many, "multi", 5, "y.npy")
     many[15, 2] = 0.5
-    with pytest.raises(ValueError, match=r"label 0\.5 at node 15: .*0 or 1"):
+    with pytest.raises(ValueError, match=r"0\.5 at node 15: .*0 or 1"):
         checks.check_labels(many, "multi", 5, "y.npy")
 
 
@@ -94,7 +94,7 @@ def test_every_array_of_a_dataset_is_checked(tiny: Dataset) -> None:
 def test_a_sparse_table_is_checked_as_a_matrix() -> None:
     good = SparseTable.from_dense(torch.eye(6))
     checks.check_table("x", good, str)
-    with pytest.raises(ValueError, match=r"table\.x\.columns holds 5 at position 5.* 5 columns"):
+    with pytest.raises(ValueError, match=r"table\.x\.columns .*5 at position 5.* 5 columns"):
         checks.check_table("x", SparseTable(good.indptr, good.columns, good.values, 5), str)
     with pytest.raises(ValueError, match=r"table\.x\.values holds nan"):
         checks.check_table("x", SparseTable(good.indptr, good.columns, good.values * float("nan"), 6), str)

@@ -25,7 +25,7 @@ from hopline.shards.shard import shard_name
 from hopline.shards.verify import verify_shards
 from hopline.tables import CachedTable, SparseTable, TensorTable
 from tests.support.helpers import dataset_of, randn, random_graph
-from tests.support.runs import fit, method, sage, small
+from tests.support.runs import fit, method, small
 
 DATA = dataset_of(random_graph(60, 300, loops=True, weight=True), randn(60, 5).float())
 
@@ -178,13 +178,6 @@ def test_a_run_is_not_resumed_with_other_data(name: str, tmp_path: Path):
     with pytest.raises(ValueError, match=f"other data: {array}"):
         fit(change(data), out=tmp_path / "run", resume=True, epochs=3)
     assert fit(data, out=tmp_path / "run", resume=True, epochs=3).epochs == 3
-
-
-def test_a_run_is_not_resumed_with_another_model_of_the_same_shapes(tmp_path: Path):
-    data = small()
-    fit(data, out=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"act is .*relu there and .*elu here"):
-        fit(data, sage(data, act="elu"), out=tmp_path / "run", resume=True, epochs=3)
 
 
 def test_a_run_of_a_module_that_counts_its_calls_is_resumed(tmp_path: Path):

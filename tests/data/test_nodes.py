@@ -67,13 +67,13 @@ def test_features_become_floating_point() -> None:
 
 
 def test_what_does_not_fit_the_nodes_is_refused() -> None:
-    with pytest.raises(ValueError, match="Table 'x' has 2 rows for 3 nodes"):
+    with pytest.raises(ValueError, match="'x' has 2 rows for 3"):
         node_data(3, x=torch.zeros(2, 2))
     with pytest.raises(ValueError, match="2 labels for 3 nodes"):
         node_data(3, y=[0, 1])
-    with pytest.raises(ValueError, match=r"'table\.x' holds nan in row 1, column 0"):
+    with pytest.raises(ValueError, match=r"'table\.x' holds nan in row 1"):
         node_data(2, x=[[0.0], [float("nan")]])
-    with pytest.raises(ValueError, match=r"'y' holds label 5 at node 1: .*0 to 2"):
+    with pytest.raises(ValueError, match=r"'y' .* 5 at node 1: .*0 to 2"):
         node_data(2, y=[0, 5], num_classes=3)
     with pytest.raises(ValueError, match="node 1, which has no label"):
         node_data(2, y=[0, -1], splits={"train": [0, 1]})

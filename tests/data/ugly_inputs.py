@@ -1,15 +1,11 @@
 """Ugly inputs, and what each of them gets: read rightly, or refused in one sentence that says what to type.
 
-    python -m tests.data.ugly_inputs
-
-prints the table in Markdown. `test_ugly_inputs.py` holds every row of it.
+`test_ugly_inputs.py` reads every one.
 """
 
 from __future__ import annotations
 
 import gzip
-import logging
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +23,6 @@ from hopline.data.convert import from_edges
 from hopline.data.dataset import Dataset
 from hopline.data.formats.csv_parquet import from_csv
 from hopline.data.formats.npz import from_npz
-from hopline.data.formats.ogb import from_ogb_folder
 from hopline.data.formats.pyg import from_pyg
 from hopline.data.ids import original_ids
 from hopline.data.options import Columns
@@ -87,23 +82,6 @@ def convert_source(folder: Path, source: Path, *overrides: str) -> Dataset:
 def write(path: Path, content: str | bytes) -> Path:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return path
-
-
-def ogb(folder: Path, name: str, **arguments: Any) -> Dataset:
-    """A dataset from an OGB folder of 4 nodes and 3 edges."""
-    files = {
-        "raw/edge": "0,1\n1,2\n2,3\n",
-        "raw/num-node-list": "4\n",
-        "raw/node-label": "0\n1\n0\n1\n",
-        "split/time/train": "0\n1\n",
-        "split/time/valid": "2\n",
-        "split/time/test": "3\n",
-    }
-    for file, text in files.items():
-        path = folder / name / f"{file}.csv.gz"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text.encode()))
-    return from_ogb_folder(folder / name, **arguments)
 
 
 def broken_parquet(folder: Path, break_: Callable[[bytes], bytes], nodes: bool) -> Dataset:
@@ -409,14 +387,6 @@ CASES = [
         lambda f: convert_source(f, _save_dataset(f / "data"), "num_nodes=5"),
         refused="num_nodes= cannot be changed in",
     ),
-    # ---- OGB
-    Case("OGB folder ogbn-products", lambda f: ogb(f, "ogbn-products").num_edges, 6),
-    Case(
-        "OGB folder by a name of its own",
-        lambda f: ogb(f, "my_products"),
-        refused="does not say whether OGB stores each edge once: type `hopline convert",
-    ),
-    Case("OGB folder by a name of its own, symmetrize=false", lambda f: ogb(f, "mine", symmetrize=False).num_edges, 3),
     # ---- PyG, SciPy, tables
     Case(
         "PyG: a node's time where N = E",
@@ -505,32 +475,3 @@ def _write_npy(path: Path, rows: Any) -> Path:
 def _save_dataset(folder: Path) -> Path:
     from_edges(np.array([[0, 1], [1, 2]])).save(folder)
     return folder
-
-
-def outcome(case: Case, folder: Path) -> tuple[str, str]:
-    """("right", what was read), ("refused", the sentence), or ("WRONG", what came instead)."""
-    try:
-        value = case.read(folder)
-        words = f"read: {value}"
-    except ValueError as error:
-        sentence = str(error).replace(f"{folder}/", "")
-        return ("refused" if case.refused and case.refused in sentence else "WRONG", f"refused: {sentence}")
-    except IndexError as error:
-        return ("refused" if case.refused and case.refused in str(error) else "WRONG", f"IndexError: {error}")
-    except Exception as error:
-        return "WRONG", f"{type(error).__name__}: {error}"
-    return ("right" if not case.refused and value == case.right else "WRONG"), words
-
-
-def main() -> None:
-    logging.disable()
-    print("| input | | what it gets |\n|---|---|---|")
-    for case in CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            verdict, words = outcome(case, Path(folder))
-        cells = (case.name, verdict, " ".join(words.split())[:400])
-        print("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-
-
-if __name__ == "__main__":
-    main()

@@ -161,7 +161,7 @@ def test_exchanges_have_a_backend_for_the_device_of_the_model(
 def test_a_group_without_a_store_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: None)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "mpi")
-    with pytest.raises(ValueError, match=r"backend mpi\) has no store .*gloo or nccl"):
+    with pytest.raises(ValueError, match=r"mpi.*gloo or nccl"):
         backend_for(torch.device("cpu"))
 
 

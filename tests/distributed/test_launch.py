@@ -334,7 +334,7 @@ def test_ctrl_c_ends_all_ranks(tmp_path: Path):
 def test_a_rank_that_fails_ends_the_others_and_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch, "END_S", 0.3)
     start = time.monotonic()
-    with pytest.raises(ValueError, match=r"batch_size=10 \(rank 1 failed with exit code 1"):
+    with pytest.raises(ValueError, match=r"batch_size=10 \(rank 1 .*exit code 1"):
         # More than one read of a socket or a pipe brings.
         run(fail, LaunchSettings(devices=2, timeout_s=60), "x" * 1_000_000, 1_000_000)
     assert time.monotonic() - start < 60  # before the others would give up

@@ -179,7 +179,7 @@ def test_a_port_in_use_is_named(local: bool):
 def test_ranks_that_mean_different_sizes_are_refused():
     store = serve("127.0.0.1", 0, 5, local=True)
     store.set("hopline//seat/0", json.dumps([3, 0, [], ""]))
-    with pytest.raises(ValueError, match=r"3 and rank 1 as one of 2: .*devices="):
+    with pytest.raises(ValueError, match=r"3 and rank 1 .* 2: .*devices="):
         join(store.port)
 
 

@@ -129,22 +129,6 @@ def test_without_compensation_the_summed_gradient_is_another():
     assert 0.02 < float((ours - theirs).norm() / theirs.norm()) < 1
 
 
-def test_every_edge_is_in_one_batch_of_an_epoch():
-    work = work_of(MODELS["gcn"](6, 3))
-    for epoch in (1, 2):
-        seen = []
-        for group in work.groups.groups_of(epoch):
-            hist_batch = work.batch(group, None)
-            assert hist_batch is not None
-            block = hist_batch.block
-            seen.append(block.src_ids[block.edge_index])
-        edges = torch.cat(seen, dim=1)
-        expected = GRAPH.edge_index()
-        assert sorted(map(tuple, edges.t().tolist())) == sorted(map(tuple, expected.t().tolist()))
-    assert work.groups.groups_of(1) != work.groups.groups_of(2)
-    assert work.groups.groups_of(1) == work.groups.groups_of(1)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_a_sweep_over_all_parts_gives_the_gradient_of_the_full_batch(name: str):
     torch.manual_seed(0)

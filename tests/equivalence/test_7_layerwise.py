@@ -10,7 +10,6 @@ import torch_geometric.nn as pyg
 from torch import Tensor, nn
 
 from hopline import infer
-from hopline.inference import without_layers
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
 from hopline.tables import CachedTable, SparseTable, TensorTable
@@ -58,16 +57,6 @@ def test_layerwise_inference_of_every_gnn_option_equals_plain_pyg(name: str) -> 
         assert_close(infer.exact(model, data, chunk_edges=chunk_edges), expected)
         assert_close(infer.exact(model, data, IDS, chunk_edges=chunk_edges), expected[IDS])
     assert model.training
-
-
-@pytest.mark.parametrize(
-    "ids", [[49], [0], list(range(50)), [5, 5, 5], list(range(49, -1, -1))], ids=lambda i: str(i)[:12]
-)
-def test_any_nodes_in_any_order_have_their_rows_of_the_whole_graph(ids: list[int]) -> None:
-    data = dataset_of(BARE, X)
-    model = with_running_means(gnn_of("everything"))
-    node_ids = torch.tensor(ids)
-    assert_close(infer.exact(model, data, node_ids), infer.exact(model, data)[node_ids])
 
 
 @pytest.mark.parametrize("chunk_edges", [1, 2, 3, 17, 100, 10**6])
@@ -159,21 +148,6 @@ def test_sampled_inference_at_finite_fanouts_is_forward_on_those_batches() -> No
     assert torch.equal(ours, expected)
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["pyg", "whole", "gnn"])
-def test_the_training_mode_of_every_module_is_restored(training: bool, kind: str) -> None:
-    model = {
-        "pyg": pyg.models.GraphSAGE(6, 8, 2, 3, norm="batch_norm").double(),
-        "whole": conv_of("sage-mean", 6, 3),
-        "gnn": gnn_of("batch-norm"),
-    }[kind].train(training)
-    frozen = next(m for m in model.modules() if not list(m.children()))
-    frozen.eval()
-    before = [m.training for m in model.modules()]
-    infer.exact(model, dataset_of(BARE, X))
-    assert [m.training for m in model.modules()] == before
-
-
 def test_outputs_have_no_gradient_and_the_mode_is_restored_after_an_error() -> None:
     model = gnn_of("plain").train()
     data = dataset_of(BARE, X)
@@ -196,20 +170,13 @@ def test_pyg_models_and_modules_without_layers_equal_plain_pyg() -> None:
     assert_close(infer.exact(conv, data), expected)
 
 
-def test_what_cannot_be_inferred_is_refused_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_masks_that_name_no_nodes_are_refused() -> None:
     data = dataset_of(BARE, X)
-    with pytest.raises(ValueError, match="no nodes"):
-        infer.exact(gnn_of("plain"), data, torch.empty(0, dtype=torch.int64))
     for model in (gnn_of("plain"), conv_of("sage-mean", 6, 3)):
         with pytest.raises(ValueError, match="from 0 to 49"):
             infer.exact(model, data, torch.tensor([-1]))
         with pytest.raises(ValueError, match=r"mask must be \[50\]"):
             infer.exact(model, data, torch.ones(49, dtype=torch.bool))
-    with pytest.raises(ValueError, match="GraphNorm"):
-        infer.exact(GNN(stack_of("gcn", 6, 4, 3), norm=[pyg.GraphNorm(4)]), data)
-    monkeypatch.setattr(without_layers, "WHOLE_BYTES", 100)
-    with pytest.raises(ValueError, match=r"TAGConv has no layers.*inference=sampled"):
-        infer.exact(pyg.TAGConv(6, 3), data)
 
 
 def test_inference_on_a_graph_without_edges_equals_plain_pyg() -> None:

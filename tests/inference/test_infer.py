@@ -55,42 +55,15 @@ def test_inference_runs_in_evaluation_mode_and_restores_the_mode_of_each_module(
     assert all(torch.equal(value, buffers[name]) for name, value in model.named_buffers())
 
 
-def test_training_modes_are_restored_after_an_error():
-    data = small()
-    model = sage(data, dropout=0.5)
-    del data.tables["x"]
-    with pytest.raises(ValueError, match="has no features"):
-        infer.exact(model, data)
-    assert all(module.training for module in model.modules())
-
-
-def test_a_module_without_layers_runs_on_the_whole_graph():
-    data = small()
-    model = Plain(data).eval()
-    pyg = data.to_pyg()
-    ids = torch.tensor([5, 3, 3, 399])
-    with torch.no_grad():
-        expected = model(pyg.x, pyg.edge_index)
-    torch.testing.assert_close(infer.exact(model, data), expected)
-    torch.testing.assert_close(infer.exact(model, data, ids), expected[ids])
-
-
 def test_a_module_without_layers_on_too_large_a_graph_is_refused_with_what_to_write(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(without_layers, "WHOLE_BYTES", 1000)
-    with pytest.raises(ValueError, match=r"Plain has no layers .* give hops=1, build it as hl.nn.GNN\(.*\), or set"):
+    with pytest.raises(ValueError, match=r"Plain .*hops=1.*hl\.nn\.GNN.*inference=sampled"):
         infer.exact(Plain(small()), small())
 
 
 def test_a_module_without_layers_cannot_resume_from_a_folder(tmp_path: Path):
     with pytest.raises(ValueError, match=r"Plain .*leave out folder="):
         infer.exact(Plain(small()), small(), folder=tmp_path)
-
-
-def test_rows_come_in_the_order_of_the_ids_and_repeat_with_them():
-    data = small()
-    model = sage(data)
-    ids = torch.tensor([7, 2, 7, 300])
-    torch.testing.assert_close(infer.exact(model, data, ids), infer.exact(model, data)[ids])
 
 
 @pytest.mark.parametrize("name", ["list", "array", "unsigned", "range", "mask", "array mask", "split", "all"])
@@ -148,22 +121,6 @@ def test_a_graph_of_pyg_is_refused_with_what_to_write():
         infer.exact(sage(small()), graph)
     with pytest.raises(ValueError, match=r"\.loader\(data, ids\)"):
         infer.sampled(sage(small()), small())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("chunk_edges", [1, 37, 10**9])
-def test_outputs_do_not_depend_on_chunk_edges(chunk_edges: int):
-    data = small()
-    model = sage(data, residual=True, norm="layer")
-    torch.testing.assert_close(infer.exact(model, data, chunk_edges=chunk_edges), infer.exact(model, data))
-
-
-def test_sampling_all_neighbours_is_exact():
-    data = small()
-    model = sage(data, dropout=0.5)
-    ids = torch.tensor([9, 1, 350, 20])
-    loader = method(fanouts=(-1, -1), batch_size=3, shuffle=False).loader(data, ids, model=model)
-    torch.testing.assert_close(infer.sampled(model, loader), infer.exact(model, data, ids))
-    assert model.training
 
 
 def test_the_mean_of_sampled_outputs_approaches_the_exact_output():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -177,7 +178,8 @@ def answer(pipe: Any, sampler: interop.Sampler, features: interop.Features) -> N
     x = features[sample.n_id]
     pipe.send((type(x).__module__, interop.from_any(sample.n_id).tolist(), interop.from_any(x).cpu().tolist()))
     pipe.recv()
-    pipe.send(interop.from_any(features[torch.tensor([5], device=sampler.device)]).tolist())
+    rows = interop.from_any(features[torch.tensor([5], device=sampler.device)]).tolist()
+    pipe.send((int(sampler.graph.indices[7]), rows))
 
 
 def process(name: str, device: str) -> None:
@@ -185,6 +187,7 @@ def process(name: str, device: str) -> None:
     data = dataset()
     sampler = interop.Sampler(data, (4, 4), device=device, to=name, index_dtype=torch.int32)
     features = interop.table(data.x, to=name)
+    assert len(pickle.dumps((sampler, features))) < 4_000
     context: Any = multiprocessing.get_context("spawn")
     our_end, their_end = context.Pipe()
     child = context.Process(target=answer, args=(their_end, sampler, features))
@@ -195,8 +198,10 @@ def process(name: str, device: str) -> None:
     assert n_id == expected.tolist()
     assert rows == data.x.read(expected.long().cpu()).tolist()
     features.write([5], torch.full((1, 64), 0.25))
+    if device == "cpu":
+        sampler.graph.indices[7] = 123  # written here, after the other process has opened it
     our_end.send(None)
-    assert our_end.recv() == [[0.25] * 64]
+    assert our_end.recv() == (int(sampler.graph.indices[7]), [[0.25] * 64])
     child.join(20)
     print("the other process read what was written here")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import threading
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 import hopline as hl
 from hopline import interop
-from hopline.interop import Features, Sample, Sampler
+from hopline.interop import Sample, Sampler
 from tests.support.helpers import generator, random_graph
 from tests.support.runs import small
 
@@ -318,35 +317,6 @@ def test_a_batch_becomes_a_plain_dict(data: hl.Dataset):
         assert one["size"] == (block.num_src, block.num_dst)
     sample = Sampler(data, (3,)).sample([1, 2])
     assert isinstance(interop.batch_to(sample, "numpy"), Sample)
-
-
-def answer_in_child(pipe: Any, sampler: Sampler, features: Features) -> None:
-    """The other process: sends a sample, then what it reads at each position it receives."""
-    pipe.send(sampler.sample(torch.arange(40)).to("numpy"))
-    while (place := pipe.recv()) is not None:
-        pipe.send((int(sampler.graph.indices[place]), features[[place]].tolist()))
-
-
-def test_another_process_gets_the_same_memory_by_a_small_pickle():
-    data = small(num_nodes=20_000, num_edges=400_000)
-    sampler = Sampler(data, (5, 5), seed=1)
-    features = interop.table(data.x)
-    expected = sampler.sample(torch.arange(40))
-    sampler.step = 0
-    assert len(pickle.dumps((sampler, features))) < 4_000
-    assert data.graph.num_bytes > 1_000_000
-    context: Any = multiprocessing.get_context("spawn")
-    our_end, their_end = context.Pipe()
-    process = context.Process(target=answer_in_child, args=(their_end, sampler, features))
-    process.start()
-    assert same_samples(our_end.recv(), expected)
-    sampler.graph.indices[7] = 123  # written here, after the other process has opened it
-    features.write([7], torch.full((1, data.num_features), 0.5))
-    our_end.send(7)
-    assert our_end.recv() == (123, [[0.5] * data.num_features])
-    our_end.send(None)
-    process.join(20)
-    interop.release()
 
 
 def test_a_graph_and_a_table_are_copied_once_and_a_folder_never(data: hl.Dataset, tmp_path: Path):

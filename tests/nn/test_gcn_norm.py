@@ -99,15 +99,6 @@ def test_equals_stock_gcn_with_explicit_weights(name: str, kind: str, fanout: in
     assert_close(x.grad, stock_x.grad)
 
 
-@parametrize_pairwise(name=NAMES, kind=KINDS, dtype=[torch.int32, torch.int64])
-def test_on_all_edges_equals_stock_gcn(name: str, kind: str, dtype: torch.dtype) -> None:
-    graph = graph_like(kind, dtype)
-    x = randn(50, 4)
-    block = batch_of(graph, None, (-1,)).blocks[0]
-    conv = conv_of(name, 4, 3)
-    assert_close(convolve(conv, x, block), stock(conv, x, graph))
-
-
 @pytest.mark.parametrize("kind", ["plain", "weighted-loops"])
 @pytest.mark.parametrize("replacement", [False, True], ids=["distinct", "replace"])
 def test_one_layer_is_unbiased(kind: str, replacement: bool) -> None:
@@ -230,17 +221,6 @@ def test_three_layers_that_read_one_list_are_biased() -> None:
     for kind in ("graph", "sage"):
         one_list = NeighborSampler(graph, (2, 2, 2), replace=True, one_list=True)
         assert linear_bias(3, one_list.sample, graph, kind) > 4, kind
-
-
-def test_gcn2_equals_stock() -> None:
-    graph = random_graph(loops=True)
-    x = randn(50, 4)
-    x0 = randn(50, 4, seed=3)
-    torch.manual_seed(0)
-    conv = pyg.GCN2Conv(4, alpha=0.2, theta=0.5, layer=2).double()
-    block = batch_of(graph, None, (-1,), SEEDS).blocks[0]
-    ours = convolve(conv, x[block.src_ids], block, x0[block.dst_ids])
-    assert_close(ours, conv(x, x0, graph.edge_index())[SEEDS])
 
 
 def test_a_cached_gcn_does_not_keep_the_edges_of_a_block() -> None:

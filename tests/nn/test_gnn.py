@@ -159,13 +159,6 @@ def test_a_pyg_gcn_uses_the_graphs_edge_weights(weight: bool) -> None:
     assert_close(as_batch_model(model)(batch_of(graph, X, (-1, -1, -1))), expected)
 
 
-@pytest.mark.parametrize("norm", ["graph_norm", "pair_norm", "layer_norm"])
-def test_a_pyg_model_with_a_norm_over_all_nodes_is_refused(norm: str) -> None:
-    batch_model = as_batch_model(pyg.models.GraphSAGE(6, 8, 2, 3, norm=norm))
-    with pytest.raises(ValueError, match="averages over all nodes"):
-        batch_model.check_blocks(6, {})
-
-
 # ---- dropout
 
 
@@ -239,12 +232,6 @@ def test_an_initial_residual_of_another_width_is_refused() -> None:
     model = GNN(sage(8, 1), encoder=nn.Linear(6, 8), initial_residual=0.1).double()
     with pytest.raises(ValueError, match=r"width 8 .*layer 0, .*1.*head="):
         model(batch_of(GRAPH, X, (2,)))
-
-
-@pytest.mark.parametrize("norm", [pyg.GraphNorm(8), pyg.PairNorm(), pyg.LayerNorm(8, mode="graph")])
-def test_norms_over_all_nodes_are_refused_by_name(norm: nn.Module) -> None:
-    with pytest.raises(ValueError, match=type(norm).__name__):
-        GNN(sage(6, 8, 3), norm=[norm]).check_blocks(6, {})
 
 
 # ---- names and widths

@@ -140,9 +140,3 @@ def test_reprs_fit_in_a_few_lines():
         assert all(len(line) < 120 for line in repr(thing).splitlines())
     assert f"Batch({batch.num_seeds} seeds, x=[" in repr(batch)
     assert f"{batch.blocks[1].num_edges} edges" in repr(batch)
-
-
-def test_only_public_names_are_listed():
-    assert dir(hl) == sorted(hl.__all__)
-    assert hl.Trainer is not None
-    assert dir(hl) == sorted(hl.__all__), "also after some were used"

@@ -265,14 +265,6 @@ def test_a_run_without_metrics_has_a_page(tmp_path: Path):
     assert "<svg" not in page
 
 
-def test_a_failed_run_says_why(tmp_path: Path):
-    close = CLOSE | {"status": "failed: RuntimeError: out of <memory>", "num_dropped_spans": 1234}
-    page = render(write(tmp_path, [epoch(1), epoch(2), close]))
-    assert '<span class="status failed">failed</span>' in page
-    assert page.count("RuntimeError: out of &lt;memory&gt;") == 1
-    assert "leaves out 1,234 spans" in page
-
-
 def test_values_that_are_null_are_left_out_of_curves(tmp_path: Path):
     page = render(write(tmp_path, [epoch(1), epoch(2, loss=None, stages=None), epoch(3), CLOSE]))
     assert "loss, epoch 1: 1" in page

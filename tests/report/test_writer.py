@@ -1,5 +1,6 @@
 """The files of a run folder: settings, records, trace and page."""
 
+import html
 import json
 import math
 import os
@@ -100,7 +101,7 @@ def fail(folder: Path, error: BaseException) -> None:
 @pytest.mark.parametrize(
     ("error", "status"),
     [
-        (RuntimeError("no\nmemory"), "failed: RuntimeError: no memory"),
+        (RuntimeError("no\n<memory>"), "failed: RuntimeError: no <memory>"),
         (KeyboardInterrupt(), "interrupted"),
         (KeyboardInterrupt("SIGINT"), "interrupted: SIGINT"),
     ],
@@ -114,7 +115,7 @@ def test_a_failure_is_noted_and_everything_written(tmp_path: Path, error: BaseEx
     state, _, problem = status.partition(": ")
     page = (tmp_path / "report.html").read_text()
     assert f">{state}</span>" in page
-    assert (f'<p class="notice failed">{problem}</p>' in page) == bool(problem)
+    assert (f'<p class="notice failed">{html.escape(problem)}</p>' in page) == bool(problem)
 
 
 def test_close_works_once(tmp_path: Path):

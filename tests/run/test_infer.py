@@ -19,36 +19,14 @@ from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from hopline.run import train as run
-from hopline.run.infer import predict, predict_rank
+from hopline.run.infer import predict_rank
 from hopline.run.models import make_model
 from hopline.run.saved import bare_values
 from hopline.run.settings import InferConfig, RunConfig
 from hopline.shards.write import cut
 from hopline.tasks.kinds import LabelKind
 from tests.support.helpers import usual_task
-from tests.support.runs import method, quick, small
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    """A quick run on a small graph in a folder."""
-    return quick(tmp_path)
-
-
-@pytest.fixture
-def run_folder(config: RunConfig) -> Path:
-    """The folder of a finished run."""
-    folder = run.train(config).folder
-    assert folder is not None
-    return folder
-
-
-def predictions(folder: Path, /, **settings: Any) -> np.ndarray:
-    """The values alone, from an .npy file."""
-    settings = {"out": folder / "predictions.npy"} | settings
-    written = predict(folder, InferConfig(**settings))
-    assert written is not None
-    return np.load(written.file, allow_pickle=False)
+from tests.support.runs import method, predictions, quick, small
 
 
 def test_predictions_are_those_of_the_best_weights(config: RunConfig, run_folder: Path):
@@ -61,14 +39,6 @@ def test_predictions_are_those_of_the_best_weights(config: RunConfig, run_folder
     assert classes.dtype == np.int64
     np.testing.assert_array_equal(classes, scores.argmax(dim=-1).numpy())
     np.testing.assert_array_equal(predictions(run_folder, nodes="test"), classes[data.splits["test"].numpy()])
-
-
-def test_predictions_of_the_test_nodes_have_the_accuracy_of_the_run(config: RunConfig):
-    finished = run.train(config)
-    assert finished.folder is not None
-    data = hl.open(config.data)
-    right = predictions(finished.folder, nodes="test") == data.labels[data.splits["test"]].numpy()
-    assert right.mean() == pytest.approx(finished.test)
 
 
 def test_predictions_can_be_by_sampling_and_by_the_last_weights(run_folder: Path, tmp_path: Path):

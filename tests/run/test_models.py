@@ -128,7 +128,7 @@ def test_a_mistyped_name_gets_the_nearest_one():
 
 
 def test_a_dataset_without_labels_is_refused():
-    with pytest.raises(ValueError, match="no labels to train on: convert"):
+    with pytest.raises(ValueError, match=r"no labels .*convert"):
         build_model(dataclasses.replace(small(), y=None, num_classes=0))
 
 
@@ -138,9 +138,9 @@ def test_a_dataset_without_labels_is_refused():
         ({"hidden": 0}, "must be at least 1"),
         ({"out_heads": 0}, "model.out_heads must be at least 1, not 0"),
         ({"layers": 0}, "must be at least 1"),
-        ({"residual": True}, "residual must be 'none' or 'after' or 'before', not True"),
-        ({"conv": {"aggr": ("mean", "max")}}, "conv must be a dict of numbers, texts, True, False, None or lists"),
-        ({"conv": {"dropout": float("inf")}}, "conv must be a dict of numbers"),
+        ({"residual": True}, "'none' or 'after' or 'before', not True"),
+        ({"conv": {"aggr": ("mean", "max")}}, "conv must be a dict"),
+        ({"conv": {"dropout": float("inf")}}, "conv must be a dict"),
         ({"dropout": 1.5}, r"model.dropout must be between 0 and 1, not 1.5"),
         ({"input_dropout": -0.1}, r"model.input_dropout must be between 0 and 1"),
     ],

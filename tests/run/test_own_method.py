@@ -170,7 +170,7 @@ def test_a_run_is_resumed_with_and_without_its_folder() -> None:
         columns = [[r[name] for r in records(Path(folder), "epoch")] for folder in ("whole", "cut")]
         assert columns[0] == columns[1]
     other = [word if word != "method.size=20" else "method.size=10" for word in typed]
-    assert_refused(command("train", *other, "epochs=5", "out=cut", "resume=true"), "of another run: method is")
+    assert_refused(command("train", *other, "epochs=5", "out=cut", "resume=true"), "method is")
     assert command("train", *typed, "epochs=1").status == 0
     assert command("train", *typed, "epochs=2", "resume=true").status == 0
     (folder,) = Path("runs").iterdir()
@@ -193,7 +193,7 @@ def test_infer_export_and_report_need_no_code_of_the_method(tmp_path: Path) -> N
     os.remove("imported")
     for arguments in (["infer", "run"], ["export", "run", "weights.pt"], ["report", "run"]):
         assert command(*arguments).status == 0, arguments
-    assert_refused(command("infer", "run", "inference=sampled"), "needs the fan-outs of a run by method=sampled")
+    assert_refused(command("infer", "run", "inference=sampled"), "method=sampled")
     assert load_config(tmp_path / "run").method == NotImported(name="own_turns:InTurn")
     # A run without out= looks through the runs of others: it must not import what they name.
     Path("runs").mkdir()
@@ -245,29 +245,26 @@ def test_settings_go_to_json_and_back() -> None:
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
-        (["method=nowhere.at_all:X"], ["there is no module 'nowhere.at_all' here", "method=path/to/file.py:X"]),
-        (["method=nowhere.py:X"], ["there is no file nowhere.py: check the path"]),
-        (["method=own_turns:InTrun"], ["there is no 'InTrun' in own_turns", "Did you mean method=own_turns:InTurn?"]),
+        (["method=nowhere.at_all:X"], ["'nowhere.at_all'", "method=path/to/file.py:X"]),
+        (["method=nowhere.py:X"], ["no file nowhere.py"]),
+        (["method=own_turns:InTrun"], ["Did you mean method=own_turns:InTurn?"]),
         (["method=own_turns.py:InTrun"], ["Did you mean method=own_turns.py:InTurn?"]),
-        (["method=own_turns:function"], ["is a function: name a class", "`class function(hl.extend.Method)`"]),
-        (["method=own_turns:Other"], ["is a class that is not derived from hl.extend.Method"]),
-        (["method=own_turns:NoDataclass"], ["is not a dataclass", "put @dataclass(frozen=True) before"]),
-        (["method=own_turns:Undecorated"], ["is not a dataclass", "`class Undecorated`"]),
-        (["method=own_turns:NoBind"], ["has no bind: define it in the class NoBind"]),
-        (["method=own_turns:Unreadable"], ["setting where is device(type='cpu'), which config.json cannot hold"]),
-        (["method=own_turns:Unknown"], ["types of its settings cannot be read", "Nowhere"]),
-        (["method=own_turns:Kind"], ["has a setting called 'kind'"]),
-        (["method=own_turns:"], ["names no code: type method=package.module:Name, or path/to/file.py:Name"]),
-        (
-            ["method=broken.py:X"],
-            ["broken.py fails when it is imported (ZeroDivisionError: ", "--debug shows the traceback"],
-        ),
-        (["method=needing:X"], ["needing fails when it is imported (ModuleNotFoundError: No module named 'absent')"]),
-        (["method=own_turns:InTurn", "method.sise=3"], ["Unknown key 'method.sise'. Did you mean 'method.size'?"]),
-        (["method=own_turns:InTurn", "method.size=x"], ["method.size=x is not valid: expected an integer"]),
-        (["method=own_turns:InTurn", "method.size=0"], ["size must be at least 1, not 0"]),
-        (["method=own_turns:Needs"], ["needs needs method.size: add method.size=VALUE"]),
-        (["method=smapled"], ["method=smapled is not valid", "Did you mean 'sampled'?", "package.module:Class"]),
+        (["method=own_turns:function"], ["`class function(hl.extend.Method)`"]),
+        (["method=own_turns:Other"], ["not derived from hl.extend.Method"]),
+        (["method=own_turns:NoDataclass"], ["@dataclass(frozen=True)"]),
+        (["method=own_turns:Undecorated"], ["`class Undecorated`"]),
+        (["method=own_turns:NoBind"], ["bind", "class NoBind"]),
+        (["method=own_turns:Unreadable"], ["where is device(type='cpu')", "config.json"]),
+        (["method=own_turns:Unknown"], ["Nowhere"]),
+        (["method=own_turns:Kind"], ["'kind'"]),
+        (["method=own_turns:"], ["method=package.module:Name", "path/to/file.py:Name"]),
+        (["method=broken.py:X"], ["broken.py", "(ZeroDivisionError: ", "--debug"]),
+        (["method=needing:X"], ["needing", "(ModuleNotFoundError: ", "'absent'"]),
+        (["method=own_turns:InTurn", "method.sise=3"], ["Did you mean 'method.size'?"]),
+        (["method=own_turns:InTurn", "method.size=x"], ["method.size=x", "an integer"]),
+        (["method=own_turns:InTurn", "method.size=0"], ["size must be at least 1"]),
+        (["method=own_turns:Needs"], ["method.size=VALUE"]),
+        (["method=smapled"], ["Did you mean 'sampled'?", "package.module:Class"]),
     ],
 )
 def test_what_is_no_method_is_refused_by_name(typed: list[str], words: list[str]) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -16,34 +16,9 @@ import torch_geometric.nn
 import hopline as hl
 from hopline.run import commands
 from hopline.run import train as run
-from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
-from hopline.run.models import make_model
-from hopline.run.settings import ConvertConfig, ExportConfig, InferConfig, RunConfig
-from hopline.util.config import from_dict, to_dict
-from tests.support.runs import command, fit, labels, method, quick, same_weights, small, without
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
-    """A quick run on a small graph in a folder."""
-    return quick(tmp_path)
-
-
-@pytest.fixture
-def run_folder(config: RunConfig) -> Path:
-    """The folder of a finished run."""
-    folder = run.train(config).folder
-    assert folder is not None
-    return folder
-
-
-def read_predictions(folder: Path, **settings: Any) -> np.ndarray:
-    """Predict with a run's weights, and read the file that was written."""
-    written = predict(folder, InferConfig(out=folder / "predictions.npy", **settings))
-    assert written is not None
-    return np.load(written.file, allow_pickle=False)
-
+from hopline.run.settings import ConvertConfig, ExportConfig, RunConfig
+from tests.support.runs import command, fit, labels, predictions, small, without
 
 # ---- settings
 
@@ -57,7 +32,7 @@ def test_features_are_scaled_where_a_run_opens_its_data(config: RunConfig, featu
     assert not torch.equal(ours, unscaled)
     folder = run.train(changed).folder
     assert folder is not None
-    assert read_predictions(folder).shape == (400,)
+    assert predictions(folder).shape == (400,)
 
 
 def test_settings_come_back_from_the_run_folder(config: RunConfig):
@@ -68,20 +43,6 @@ def test_settings_come_back_from_the_run_folder(config: RunConfig):
     assert run.load_config(changed.out) == changed
 
 
-def test_settings_survive_json():
-    config = RunConfig(out=Path("a/b"), method=hl.Sampled(fanouts=(-1, 3), workers=2), clip_norm=None)
-    assert from_dict(RunConfig, json.loads(json.dumps(to_dict(config)))) == config
-
-
-def test_the_same_settings_give_the_same_run(config: RunConfig, tmp_path: Path):
-    again = dataclasses.replace(config, out=tmp_path / "again", method=method(workers=2))
-    first = run.train(config)
-    second = run.train(again)
-    assert [e.loss for e in first.history] == [e.loss for e in second.history]
-    weights = [torch.load(tmp_path / name / "best.pt", weights_only=True) for name in ("run", "again")]
-    assert same_weights(*weights)
-
-
 def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
     folder = run.train(dataclasses.replace(config, out=None)).folder
@@ -89,13 +50,6 @@ def test_without_out_the_run_folder_is_named_after_the_data(config: RunConfig, t
     assert folder.parent == Path("runs")
     assert folder.name.startswith("planted-")
     assert (tmp_path / folder / "report.html").exists()
-
-
-def test_a_folder_that_holds_a_run_is_refused(config: RunConfig, run_folder: Path):
-    before = (run_folder / "metrics.jsonl").read_text()
-    with pytest.raises(ValueError, match=r"already holds a run.*resume=true"):
-        run.train(config)
-    assert (run_folder / "metrics.jsonl").read_text() == before
 
 
 # ---- a split of one's own
@@ -114,7 +68,7 @@ def test_a_run_draws_its_split_and_predicts_the_same_nodes(unsplit_config: RunCo
     outcome = run.train(unsplit_config)
     data = hl.random_split(hl.open(tmp_path / "graph"), (0.5, 0.2, 0.3))
     assert outcome.folder is not None
-    is_right = read_predictions(outcome.folder, nodes="test") == labels(data, "test").numpy()
+    is_right = predictions(outcome.folder, nodes="test") == labels(data, "test").numpy()
     assert is_right.mean() == pytest.approx(outcome.test)
     other_seed = run.open_data(dataclasses.replace(unsplit_config, seed=5))
     assert torch.equal(other_seed.splits["train"], data.splits["train"])
@@ -125,7 +79,7 @@ def test_a_run_is_resumed_on_its_own_split_alone(unsplit_config: RunConfig, tmp_
     whole = run.train(dataclasses.replace(unsplit_config, epochs=3, out=tmp_path / "whole"))
     run.train(unsplit_config)
     longer = dataclasses.replace(unsplit_config, epochs=3, resume=True)
-    with pytest.raises(ValueError, match=r"another run: training nodes .*178 nodes, .*195 nodes"):
+    with pytest.raises(ValueError, match=r"training nodes .*178 .*195"):
         run.train(dataclasses.replace(longer, split=(0.55, 0.2, 0.25)))
     assert [epoch.loss for epoch in run.train(longer).history] == [epoch.loss for epoch in whole.history]
 
@@ -134,14 +88,14 @@ def test_a_run_with_a_drawn_split_predicts_a_graph_without_labels(unsplit_config
     folder = run.train(unsplit_config).folder
     assert folder is not None
     dataclasses.replace(without(small(), "train", "valid", "test"), y=None).save(tmp_path / "new")
-    assert read_predictions(folder, data=str(tmp_path / "new")).shape == (400,)
+    assert predictions(folder, data=str(tmp_path / "new")).shape == (400,)
     with pytest.raises(ValueError, match="has no labels"):
-        read_predictions(folder, data=str(tmp_path / "new"), nodes="test")
+        predictions(folder, data=str(tmp_path / "new"), nodes="test")
     assert command("partition", tmp_path / "graph", tmp_path / "shards", "shards=2", "how=range").status == 0
-    everywhere = read_predictions(folder, data=str(tmp_path / "shards"))
-    np.testing.assert_array_equal(everywhere, read_predictions(folder))
+    everywhere = predictions(folder, data=str(tmp_path / "shards"))
+    np.testing.assert_array_equal(everywhere, predictions(folder))
     with pytest.raises(ValueError, match=r"nodes=test .*data="):
-        read_predictions(folder, data=str(tmp_path / "shards"), nodes="test")
+        predictions(folder, data=str(tmp_path / "shards"), nodes="test")
 
 
 def test_shards_are_split_before_they_are_cut(unsplit_config: RunConfig, tmp_path: Path):
@@ -172,24 +126,24 @@ def test_shards_are_split_before_they_are_cut(unsplit_config: RunConfig, tmp_pat
 def test_damaged_settings_are_named(run_folder: Path, text: str, message: str):
     (run_folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=message):
-        read_predictions(run_folder)
+        predictions(run_folder)
 
 
 def test_a_run_of_the_library_is_not_one_of_the_command(tmp_path: Path):
     fit(small(), out=tmp_path)
     with pytest.raises(ValueError, match=r"hl\.Trainer in Python.*hl\.load\(.*model=model\)\.predict"):
-        read_predictions(tmp_path)
+        predictions(tmp_path)
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
     with pytest.raises(ValueError, match=r"no config\.json"):
-        read_predictions(tmp_path)
+        predictions(tmp_path)
 
 
 def test_missing_weights_are_named(run_folder: Path):
     (run_folder / "best.pt").unlink()
     with pytest.raises(ValueError, match=r"no weights at .*best\.pt"):
-        read_predictions(run_folder)
+        predictions(run_folder)
 
 
 @pytest.mark.parametrize(
@@ -205,13 +159,15 @@ def test_missing_weights_are_named(run_folder: Path):
 )
 def test_weights_that_do_not_fit_are_named(run_folder: Path, damage: Callable[[Path], object], message: str):
     damage(run_folder / "best.pt")
-    with pytest.raises(ValueError, match=r"best\.pt is damaged .best\.pt\.sha256"):
-        read_predictions(run_folder)
+    for read in (predictions, lambda folder: commands.export(folder, folder / "weights.pt", ExportConfig())):
+        with pytest.raises(ValueError, match=r"best\.pt is damaged .best\.pt\.sha256"):
+            read(run_folder)
+    assert not (run_folder / "weights.pt").exists()
     (run_folder / "best.pt.sha256").unlink()
     with pytest.raises(ValueError, match=rf"best\.pt\.sha256 .* weights={run_folder / 'best.pt'}"):
-        read_predictions(run_folder)
+        predictions(run_folder)
     with pytest.raises(ValueError, match=rf"best\.pt .*{message}"):
-        read_predictions(run_folder, weights=run_folder / "best.pt")
+        predictions(run_folder, weights=run_folder / "best.pt")
 
 
 # ---- conversion
@@ -240,11 +196,6 @@ def test_an_edge_list_whose_ids_are_no_numbers_of_nodes_is_refused(tmp_path: Pat
     with pytest.raises(ValueError, match=message):
         commands.convert(str(edges), tmp_path / "out", ConvertConfig())
     assert [p.name for p in tmp_path.iterdir()] == ["edges.csv"]
-
-
-def test_options_of_edge_lists_are_refused_for_other_sources(tmp_path: Path):
-    with pytest.raises(ValueError, match="ids= is for edge lists"):
-        commands.convert("demo", tmp_path / "out", ConvertConfig(ids="map"))
 
 
 @pytest.mark.parametrize("name", ["edges.csv", "graph.npz", "edges.npy", "edges.parquet"])
@@ -309,17 +260,27 @@ def best_valid(folder: Path) -> float:
     return max(r["metrics"]["accuracy"] for r in records if r["event"] == "evaluate" and r["split"] == "valid")
 
 
-def test_weights_saved_from_within_ddp_are_read_too(config: RunConfig, run_folder: Path, tmp_path: Path):
-    weights = torch.load(run_folder / "best.pt", weights_only=True)
-    torch.save({f"module.{name}": value for name, value in weights.items()}, tmp_path / "ddp.pt")
-    model = make_model(config.model, hl.open(config.data))
-    run.load_weights(model, tmp_path / "ddp.pt")
-    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
-
-
 def test_weights_to_begin_with_that_do_not_fit_are_named(config: RunConfig, run_folder: Path, tmp_path: Path):
     wider = dataclasses.replace(
         config, model=ModelSpec(hidden=9, layers=2), weights=run_folder / "best.pt", out=tmp_path / "w"
     )
     with pytest.raises(ValueError, match="weights of this model"):
         run.train(wider)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("file write failed")])
+def test_an_export_onto_a_full_disk_leaves_the_old_file_or_none(
+    run_folder: Path, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(weights: Any, file: IO[bytes]) -> None:
+        file.write(b"half")
+        raise error
+
+    kept, _ = commands.export(run_folder, tmp_path / "out" / "kept.pt", ExportConfig())
+    before = kept.read_bytes()
+    monkeypatch.setattr(torch, "save", full)
+    for file in (kept, tmp_path / "out" / "new.pt"):
+        with pytest.raises(ValueError, match=f"cannot write .*{file.name}"):
+            commands.export(run_folder, file, ExportConfig())
+    assert kept.read_bytes() == before
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["kept.json", "kept.pt"]

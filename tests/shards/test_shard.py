@@ -9,19 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from hopline.core.partition import make_partition
 from hopline.data import manifest as manifests
 from hopline.ops.reference import row_entries
 from hopline.shards.shard import is_shards, open_shard
-from hopline.shards.write import cut
 from tests.shards.test_write import rich
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    data = rich()
-    cut(data, make_partition(data.graph, 3, "random"), tmp_path / "shards")
-    return tmp_path / "shards"
 
 
 def test_a_shard_is_opened_alone(folder: Path) -> None:

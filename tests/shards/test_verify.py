@@ -18,13 +18,6 @@ from hopline.shards.write import cut
 from tests.shards.test_write import rich
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    data = rich()
-    cut(data, make_partition(data.graph, 3, "random"), tmp_path / "shards")
-    return tmp_path / "shards"
-
-
 def test_a_flipped_bit_is_found(folder: Path) -> None:
     path = folder / "shard-1" / "src_idx.npy"
     data = bytearray(path.read_bytes())

@@ -1,7 +1,7 @@
 """Small datasets, models, runs and commands for the tests of everything above the kernels.
 
 small, sage, method    a dataset, a model and a method that fit each other
-fit, quick             a run of them by the Trainer, or as settings of a run
+fit, quick             a run of them by the Trainer, or as settings of a run; `predictions` of one
 command                the command line in this process, and `assert_refused` for its refusals
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
@@ -24,8 +25,9 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.cli import main
 from hopline.data.synthetic import planted_partition
+from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
-from hopline.run.settings import RunConfig
+from hopline.run.settings import InferConfig, RunConfig
 from hopline.training import checkpoint
 
 
@@ -83,6 +85,14 @@ def quick(folder: Path, **changes: Any) -> RunConfig:
         "out": folder / "run",
     }
     return RunConfig(**(settings | changes))
+
+
+def predictions(folder: Path, /, **settings: Any) -> np.ndarray:
+    """What the weights of a run predict: the values alone, from an .npy file."""
+    settings = {"out": folder / "predictions.npy"} | settings
+    written = predict(folder, InferConfig(**settings))
+    assert written is not None
+    return np.load(written.file, allow_pickle=False)
 
 
 def labels(data: hl.Dataset, split: str) -> Tensor:
@@ -146,6 +156,17 @@ def assert_refused(outcome: Outcome, *words: str) -> None:
     assert not any(line.startswith(("Traceback", "error: ")) for line in before), outcome.err
     for word in words:
         assert word in last, outcome.err
+
+
+class StopAfter(hl.Callback):
+    """Fails after a number of steps, as an error in a user's code would."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
+        if step.step == self.steps:
+            raise RuntimeError("enough")
 
 
 class Recorder(hl.Callback):

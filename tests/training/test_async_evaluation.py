@@ -41,27 +41,6 @@ def take_snapshots(trainer: hl.Trainer, count: int) -> list[Snapshot]:
     return snapshots
 
 
-def test_results_come_in_order_equal_blocking_ones_and_the_model_is_left_alone():
-    trainer = trainer_of()
-    measure = Measure(trainer.method)
-    snapshots = take_snapshots(trainer, 3)
-    threads = torch.get_num_threads()
-    before = {n: t.clone() for n, t in trainer.model.state_dict().items()}
-    thread = EvaluationThread(measure, trainer.job)
-    for snapshot in snapshots:
-        thread.submit(snapshot)
-    results = []
-    while len(results) < 3:
-        results += thread.results(wait=True)
-    thread.close()
-    assert [result.epoch for result in results] == [1, 2, 3]
-    assert all(torch.equal(t, trainer.model.state_dict()[n]) for n, t in before.items())
-    assert torch.get_num_threads() == threads
-    for result, snapshot in zip(results, snapshots, strict=True):
-        trainer.model.load_state_dict(snapshot.weights)
-        assert result.metrics == measure(trainer.job)
-
-
 def test_the_model_of_an_evaluation_thread_does_not_keep_its_job():
     """As what is recorded of a job does, which is known for as long as the job is."""
     trainer = trainer_of()

@@ -16,7 +16,7 @@ from torch_geometric.nn import SAGEConv
 import hopline as hl
 from hopline.nn.attributes import copy_attributes, set_attributes
 from hopline.run.train import load_weights
-from tests.support.runs import fit, method, same_weights, small
+from tests.support.runs import StopAfter, fit, method, same_weights, small
 
 
 class Annealed(nn.Module):
@@ -97,12 +97,6 @@ def test_what_asynchronous_evaluation_cannot_follow_is_refused_by_name():
         fit(small(), make_annealed(), method(), callbacks=[Anneal(change_object)], evaluate="async", **SETTINGS)
 
 
-class Fail(hl.Callback):
-    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
-        if step.step == 8:
-            raise RuntimeError("enough")
-
-
 def change_all(model: Annealed, epoch: int) -> None:
     for change in CHANGES:
         change(model, epoch)
@@ -111,11 +105,19 @@ def change_all(model: Annealed, epoch: int) -> None:
 @pytest.mark.parametrize("evaluate", ["blocking", "async"])
 def test_a_run_is_resumed_with_the_attributes_that_it_had(evaluate: str, tmp_path: Path):
     change = change_all
+    cut = tmp_path / "cut"
     settings = SETTINGS | {"patience": None, "evaluate": evaluate}
     expected = fit(small(), make_annealed(), method(), callbacks=[Anneal(change)], out=tmp_path / "whole", **settings)
     with pytest.raises(RuntimeError, match="enough"):
-        fit(small(), make_annealed(), method(), callbacks=[Anneal(change), Fail()], out=tmp_path / "cut", **settings)
-    options = {"callbacks": [Anneal(change)], "out": tmp_path / "cut", "resume": True}
+        fit(
+            small(),
+            make_annealed(),
+            method(),
+            callbacks=[Anneal(change), StopAfter(8)],
+            out=tmp_path / "cut",
+            **settings,
+        )
+    options = {"callbacks": [Anneal(change)], "out": cut, "resume": True}
     ours = fit(small(), make_annealed(), method(), **options, **settings)
     assert [e.loss for e in ours.history] == [e.loss for e in expected.history]
     assert [e.metrics for e in ours.evaluations] == [e.metrics for e in expected.evaluations]

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch_geometric.nn import GATConv
 
 import hopline as hl
 from hopline.distributed.world import World
 from hopline.training import checkpoint
 from hopline.training.callbacks import Callback, EpochEnd, StepEnd
 from hopline.training.settings import TrainSettings
-from tests.support.runs import read_checkpoint, records, sage, small
+from tests.support.runs import StopAfter, read_checkpoint, records, sage, small
 
 STATE = {"weights": torch.arange(5.0), "epoch": 3, "names": ["a", "b"]}
 
@@ -87,17 +86,6 @@ def test_a_write_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pyte
 # ---- a run that goes on
 
 
-class StopAfter(Callback):
-    """Raises after a number of steps, as an error in a user's code would."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, trainer: hl.Trainer, step: StepEnd) -> None:
-        if step.step == self.steps:
-            raise RuntimeError("enough")
-
-
 def make_trainer(
     out: Path, *, hidden: int = 4, stop: int | None = None, data: Any = None, **settings: Any
 ) -> hl.Trainer:
@@ -130,23 +118,6 @@ def test_every_optimizer_and_schedule_goes_on_exactly(optimizer: str, schedule: 
     assert [e.metrics for e in ours.evaluations] == [e.metrics for e in expected.evaluations]
     assert ours.test == expected.test
     assert ours.best_epoch == expected.best_epoch
-
-
-def test_random_draws_inside_convs_are_resumed_exactly(tmp_path: Path) -> None:
-    def attentive(out: Path, callbacks: tuple[StopAfter, ...] = (), **settings: Any) -> hl.Trainer:
-        torch.manual_seed(0)
-        model = hl.nn.GNN([GATConv(8, 4, dropout=0.5), GATConv(4, 4, dropout=0.5)])
-        method = hl.Sampled(fanouts=(3, 2), batch_size=16, workers=0)
-        options = {"epochs": 2, "show": False, "checkpoint_s": 0.0, **settings}
-        return hl.Trainer(model, small(num_train=48), method, out=out, callbacks=callbacks, **options)
-
-    uninterrupted = attentive(tmp_path / "whole")
-    uninterrupted.fit()
-    with pytest.raises(RuntimeError, match="enough"):
-        attentive(tmp_path / "cut", (StopAfter(2),)).fit()
-    resumed = attentive(tmp_path / "cut", resume=True)
-    resumed.fit()
-    assert have_same_weights(uninterrupted, resumed)
 
 
 def test_more_epochs_continue_from_the_last(tmp_path: Path) -> None:

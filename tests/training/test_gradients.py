@@ -80,7 +80,7 @@ def test_a_killed_run_is_resumed_to_the_bit(way: str, tmp_path: Path) -> None:
         over_ranks(way, **changes, out=str(tmp_path / "cut"), kill=[1, 5])
     assert over_ranks(way, **changes, out=str(tmp_path / "cut")) == whole
     for other in ("default", "top all"):
-        with pytest.raises(ValueError, match=r"another run: gradients is .* there and .* here"):
+        with pytest.raises(ValueError, match=r"another run: gradients is"):
             over_ranks(other, **changes, out=str(tmp_path / "cut"))
     with pytest.raises(ValueError, match=r"2 ranks .*has 1: start 2"):
         train(ALONE, way, "share", {**changes, "out": str(tmp_path / "cut")})

@@ -13,7 +13,7 @@ from hopline import infer
 from hopline.metrics import mode_of
 from hopline.report.page import render
 from hopline.training import checkpoint
-from tests.support.runs import evaluated, fit, read_checkpoint, records, small, without
+from tests.support.runs import StopAfter, evaluated, fit, read_checkpoint, records, small, without
 
 
 @pytest.mark.parametrize(
@@ -118,15 +118,6 @@ def loss_of(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]
 
 
 FALLING: dict[str, Any] = {"epochs": 12, "lr": 0.3, "patience": 2, "test_step": loss_of}
-
-
-class StopAfter(hl.Callback):
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
-        if step.step == self.steps:
-            raise RuntimeError("enough")
 
 
 def test_a_resumed_run_keeps_to_it(tmp_path: Path):

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 from torch_geometric.nn import GraphSAGE
 
 import hopline as hl
-from tests.support.runs import fit, method, same_weights, small, without
+from tests.support.runs import StopAfter, fit, method, same_weights, small, without
 
 ALL = hl.Sampled(fanouts=(-1, -1), batch_size=1000, shuffle=False)
 """One batch of all training nodes, with all their neighbours."""
@@ -65,15 +65,6 @@ def test_training_is_that_of_a_plain_loop_in_float64(is_made: bool, schedule: An
         theirs.load_state_dict(start)
         optimizer = RMSprop(theirs.parameters(), lr=0.02, weight_decay=0.01, alpha=0.9)
         scheduler = schedule(optimizer)
-
-
-class StopAfter(hl.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
-        if step.step == self.step:
-            raise RuntimeError("enough")
 
 
 def plateau(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:

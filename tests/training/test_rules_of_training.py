@@ -12,7 +12,6 @@ from torch_geometric.nn import GCN, GCNConv, GraphConv
 
 import hopline as hl
 from hopline import infer
-from hopline.methods.historical.work import HistoricalWork
 from hopline.tables import TensorTable
 from tests.support.helpers import dataset_of, randn, random_graph
 from tests.support.runs import copied, fit, losses, method, sage, same_weights, small
@@ -25,19 +24,6 @@ def name_of(how: hl.extend.Method) -> str:
 HISTORICAL = hl.Historical(num_parts=4, parts_per_batch=2, partition="random")
 
 # ---- one output column
-
-
-def test_a_single_score_for_two_classes_is_trained_by_bce_and_judged_by_its_sign():
-    data = small(num_classes=2)
-    model = sage(data, outputs=1)
-    run = fit(data, model, epochs=10, lr=0.02)
-    assert data.y is not None
-    ids = data.splits["test"]
-    predicted = (infer.exact(model, data, ids)[:, 0] > 0).long()
-    assert run.metric == "accuracy"
-    assert run.test == pytest.approx((predicted == data.y[ids]).double().mean().item())
-    assert run.test > 0.8
-    assert len({e.metrics["accuracy"] for e in run.evaluations}) > 1
 
 
 @pytest.mark.parametrize("has_own_step", [False, True])
@@ -136,42 +122,6 @@ def test_a_second_fit_leaves_nothing_of_the_first_in_the_tables(settings: dict[s
 
 
 # ---- compensated histories
-
-
-@pytest.mark.parametrize(("num_train", "max_batches"), [(150, None), (150, 2), (2, None), (2, 3), (7, 5)])
-def test_batches_of_compensated_histories_give_equal_shares_of_the_full_gradient(
-    num_train: int, max_batches: int | None
-):
-    """With tables that are exact, the mean of a batch's gradient over all groups is the full gradient."""
-    graph = random_graph(40, 200, loops=True)
-    data = dataclasses.replace(dataset_of(graph, randn(40, 5)), splits={"train": torch.arange(40)[:num_train]})
-    num_train = data.train_ids.numel()
-    torch.manual_seed(0)
-    model = hl.nn.GNN([GraphConv(5, 4), GraphConv(4, 3)], act="tanh").double()
-    how = hl.Historical(
-        num_parts=10, parts_per_batch=1, partition="range", groups="fixed", compensate=True, max_batches=max_batches
-    )
-    trainer = hl.Trainer(model, data, how, show=False)
-    work = trainer.work
-    assert isinstance(work, HistoricalWork)
-    trainer.model.train()
-    units = list(work.units(1))
-    assert sum(unit.total_size or 0 for unit in units) == pytest.approx(num_train * len(units) / 10)
-    assert len(units) == (max_batches or 10)
-    shares = {unit.total_size for unit in units}
-    assert shares == {num_train / 10}
-    model.zero_grad()
-    for group in work.groups.groups_of(1) if max_batches is None else [(part,) for part in range(10)]:
-        work.unit(work.batch(group, None)).forward_backward(num_train / 10)  # type: ignore[arg-type]
-    mean_gradients = [p.grad / 10 for p in model.parameters()]  # type: ignore[operator]
-    model.zero_grad()
-    x = data.x.read(torch.arange(40))
-    index = graph.edge_index()
-    out = model.convs[1](model.convs[0](x, index).tanh(), index)
-    assert data.y is not None
-    nn.functional.cross_entropy(out[data.train_ids], data.y[data.train_ids]).backward()
-    for ours, p in zip(mean_gradients, model.parameters(), strict=True):
-        assert torch.allclose(ours, p.grad, atol=1e-10)  # type: ignore[arg-type]
 
 
 # ---- arrays that are changed in place

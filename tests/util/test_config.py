@@ -109,10 +109,10 @@ def test_from_dict_turns_an_integer_into_the_float_it_stands_for():
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ({"data": "d", "epoch": 3}, "Unknown key 'epoch'. Did you mean 'epochs'?"),
-        ({"data": "d", "model": {"hiden": 3}}, "Unknown key 'model.hiden'. Did you mean 'hidden'?"),
+        ({"data": "d", "epoch": 3}, "Did you mean 'epochs'?"),
+        ({"data": "d", "model": {"hiden": 3}}, "'model.hiden'. Did you mean 'hidden'?"),
         ({}, "needs data"),
-        ({"data": "d", "epochs": "3"}, "epochs=3 is not valid: expected an integer"),
+        ({"data": "d", "epochs": "3"}, "epochs=3 is not valid"),
         ({"data": "d", "epochs": True}, "epochs=True is not valid"),
         ({"data": "d", "shape": [1, 2, 3]}, "expected 2 integers"),
         ({"data": "d", "method": {"num_shards": 2}}, "add 'kind'"),

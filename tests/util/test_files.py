@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hopline.util import files
 from hopline.util.files import CheckedFile, remove_unfinished, replacing
 
 
@@ -62,19 +61,6 @@ def test_where_writing_fails_the_old_file_stays_alone(error: BaseException, tmp_
 
     with pytest.raises(type(error)):
         fail()
-    assert (tmp_path / "a").read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["a"]
-
-
-def test_a_disk_that_is_full_when_syncing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    write(tmp_path / "a", b"old")
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "a", b"new")
     assert (tmp_path / "a").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a"]
 

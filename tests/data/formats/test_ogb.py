@@ -47,6 +47,15 @@ def test_edges_are_reversed_where_ogb_does_it(tmp_path: Path, make_ogb_folder: M
     assert from_ogb_folder(tmp_path / "ogbn_products").num_edges == 60 - loops
 
 
+def test_a_folder_by_a_name_of_its_own_must_say_whether_edges_are_stored_once(
+    tmp_path: Path, make_ogb_folder: MakeFolder
+) -> None:
+    make_ogb_folder(tmp_path / "my_products")
+    with pytest.raises(ValueError, match=r"hopline convert .*symmetrize="):
+        from_ogb_folder(tmp_path / "my_products")
+    assert from_ogb_folder(tmp_path / "my_products", symmetrize=False).num_edges == 30
+
+
 def test_multi_label_targets_and_edge_features_are_read(tmp_path: Path, make_ogb_folder: MakeFolder) -> None:
     root = tmp_path / "ogbn_proteins"
     labels = np.eye(12, 5).astype(np.int64)

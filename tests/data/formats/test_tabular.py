@@ -61,7 +61,7 @@ def test_texts_can_be_ids(tmp_path: Path) -> None:
 
 
 def test_bad_ids_say_where_and_what_to_do(edges: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Edge 1 .*from 2 to 1.* 2 nodes"):
+    with pytest.raises(ValueError, match=r"Edge 1 .*2 to 1.* 2 nodes"):
         from_csv(edges, num_nodes=2)
     (tmp_path / "t.csv").write_text("src,dst\na,b\n")
     with pytest.raises(ValueError, match=r"t\.csv, edge 0: node id 'a' .*ids=map"):

@@ -243,19 +243,6 @@ def test_compress_is_refused_in_one_process(settings: dict[str, Any]):
         hl.Trainer(model_of("gcn"), DATA, hl.FullBatch(**settings), epochs=1, show=False)
 
 
-def test_a_model_without_layers_is_refused():
-    class ModuleWithoutLayers(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin = torch.nn.Linear(6, 3)
-
-        def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-            return self.lin(x)
-
-    with pytest.raises(ValueError, match="not made of layers"):
-        hl.Trainer(ModuleWithoutLayers(), DATA, hl.FullBatch(), epochs=1, show=False)
-
-
 def test_a_resumed_run_has_the_losses_of_one_never_interrupted(tmp_path: Path):
     whole = train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "whole", epochs=4)
     train(World.alone(), "gcn", {}, dropout=0.4, out=tmp_path / "cut", epochs=2)

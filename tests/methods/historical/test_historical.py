@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch_geometric.nn as pyg
-from torch import Tensor, nn
 
 from hopline.contract import Job
 from hopline.core.examples import Examples
 from hopline.distributed.world import World
 from hopline.methods.historical.settings import Historical
 from hopline.util.config import override
-from tests.methods.historical.test_work import DATA, model_of, trainer_of
+from tests.methods.historical.test_work import DATA, model_of
 from tests.support.helpers import own_task
 
 
@@ -42,20 +40,6 @@ def test_invalid_settings_are_refused_with_a_message(settings: dict[str, Any], m
 @pytest.mark.parametrize(("text", "value"), [("none", None), ("3", 3), ("evaluation", "evaluation")])
 def test_refresh_every_is_read_from_text(text: str, value: Any):
     assert override(Historical(), [f"refresh_every={text}"]).refresh_every == value
-
-
-def test_a_model_without_layers_is_refused():
-    class ModuleWithoutLayers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = pyg.GCNConv(6, 4)
-            self.second = pyg.GCNConv(4, 3)
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.second(self.first(x, edge_index), edge_index)
-
-    with pytest.raises(ValueError, match="push_and_pull"):
-        trainer_of(ModuleWithoutLayers())
 
 
 def test_refresh_by_evaluation_is_refused_with_several_ranks():

@@ -12,9 +12,7 @@ import torch_geometric.nn as pyg
 from torch import nn
 
 import hopline as hl
-from hopline.data.synthetic import planted_partition
 from hopline.methods.historical.settings import Historical
-from hopline.methods.historical.work import HistoricalWork
 from hopline.nn import GNN
 from tests.support.helpers import assert_close, dataset_of, randn, random_graph
 
@@ -50,23 +48,6 @@ def test_a_commit_is_written_after_the_lag():
     assert num_written[2] > 0
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"compensate": True}, {"groups": "fixed", "refresh_every": 1}, {"lag": 1}], ids=str
-)
-def test_historical_training_learns_a_planted_graph(settings: dict[str, Any]):
-    data = planted_partition(
-        num_nodes=400, num_edges=4000, num_classes=3, num_features=8, homophily=0.8, signal=2.0, seed=2
-    )
-    torch.manual_seed(0)
-    model = GNN([pyg.SAGEConv(8, 16), pyg.SAGEConv(16, 3)])
-    method = Historical(num_parts=6, parts_per_batch=2, partition="random", **settings)
-    run = hl.Trainer(model, data, method, epochs=10, lr=0.01, show=False).fit()
-
-    assert run.history[-1].loss < 0.6 * run.history[0].loss
-    assert run.test > 0.8
-    assert run.history[-1].counters["history.rows"] > 0
-
-
 REGULARISED = {"edge_dropout": 0.3, "lipschitz": 0.1, "max_batches": 2}
 
 
@@ -76,17 +57,6 @@ def test_a_resumed_run_has_the_losses_of_one_never_interrupted(settings: dict[st
     trainer_of(model_of(dropout=0.3), epochs=2, out=tmp_path / "cut", **settings).fit()
     again = trainer_of(model_of(dropout=0.3), epochs=4, out=tmp_path / "cut", resume=True, **settings).fit()
     assert [e.loss for e in again.history] == [e.loss for e in whole.history]
-
-
-def test_the_state_of_the_work_holds_its_tables():
-    work = trainer_of().work
-    assert isinstance(work, HistoricalWork)
-    work.refresh()
-    other = trainer_of().work
-    assert isinstance(other, HistoricalWork)
-    other.load_state_dict(work.state_dict())
-    for l, table in work.partitioned.histories.tables.items():
-        assert torch.equal(other.partitioned.histories.tables[l], table)
 
 
 def test_refresh_with_compensation_does_not_change_gradients_of_a_step():
