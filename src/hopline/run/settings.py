@@ -21,9 +21,7 @@ from hopline.data.paths import dgl_config, is_dataset
 from hopline.data.placement_settings import Placement
 from hopline.data.registry import locate
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.historical.settings import Historical
-from hopline.methods.sampled.settings import Sampled
+from hopline.methods.listed import DEFAULT, ListedMethod
 from hopline.report.settings import read_config
 from hopline.run.model_settings import ModelSpec
 from hopline.tasks.kinds import LabelKind
@@ -72,7 +70,7 @@ class RunConfig(TrainSettings, LaunchSettings):
     task: Classification | Regression | None = None
     """What is learnt, with its loss and metric. Default: by the labels. task=regression also takes whole numbers of
     a file for numbers to predict."""
-    method: Sampled | Historical | FullBatch | Auto | Method = Sampled()
+    method: ListedMethod | Auto | Method = DEFAULT
     """Training method. `auto` times a few steps of each and takes the fastest that fits. Your own class is
     package.module:Class or file.py:Class, and --keys method=package.module:Class lists its settings."""
     budget: Budget | None = None
@@ -101,6 +99,11 @@ class RunConfig(TrainSettings, LaunchSettings):
     def __reduce__(self) -> tuple[Any, ...]:
         # Ranks get the settings as plain data: no process can import a method of file.py:Class by its name.
         return from_dict, (type(self), to_dict(self))
+
+    @property
+    def picks_method(self) -> bool:
+        """Whether the method is found by timing: method=auto."""
+        return isinstance(self.method, Auto)
 
     @property
     def conversion(self) -> dict[str, Any]:
