@@ -85,6 +85,12 @@ class Job:
         """[n] int64: the nodes to train on, those of the examples, each once."""
         return self.examples.seeds
 
+    @property
+    def weight_of_all(self) -> float:
+        """What all examples count in a mean over them. Their labels must be on this rank."""
+        weight = self.task.weight(self.examples.labels(self.data.y))
+        return len(self.examples) if weight is None else weight
+
     def weight_of(self, batch: Batch) -> float:
         """What a batch counts in a mean over batches: its examples, or the sum of their weights."""
         weight = self.task.weight(batch.y)

@@ -152,6 +152,8 @@ WRONG_NAME: dict[str, Any] = {"metrics": "mae"}
     [
         (lambda: hl.Classification(label_smoothing=1.0), "label_smoothing"),
         (lambda: hl.Classification(class_weights=(1.0, -1.0)), "class_weights"),
+        (lambda: hl.Classification(class_weights=(0.0, 0.0)), "not all 0"),
+        (lambda: hl.Classification(class_weights=(0.0, 1.0), label_smoothing=0.1), "label_smoothing=0"),
         (lambda: hl.Regression(loss=WRONG), "loss must be"),
         (lambda: hl.Regression(**WRONG_NAME), "metric"),
     ],

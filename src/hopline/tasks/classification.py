@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,10 @@ class ClassTask(Task):
     def has_weights(self) -> bool:
         return self.weights is not None
 
+    @cached_property
+    def has_zero_weights(self) -> bool:
+        return self.weights is not None and bool((self.weights == 0).any())
+
     def weight(self, y: Tensor | None) -> float | None:
         if self.weights is None or y is None:
             return None
@@ -98,7 +103,14 @@ class ClassTask(Task):
             return ops.cross_entropy(scores, y)
         scores = _in_float(scores)
         weights = None if self.weights is None else self._padded_weights(scores)
-        return nn.functional.cross_entropy(scores, y, weight=weights, label_smoothing=self.settings.label_smoothing)
+        smoothing = self.settings.label_smoothing
+        if weights is None or smoothing or not self.has_zero_weights:
+            return nn.functional.cross_entropy(scores, y, weight=weights, label_smoothing=smoothing)
+        # Torch divides by the weight of the batch, which is 0 where no node has a class that counts.
+        total = weights[y].sum()
+        return nn.functional.cross_entropy(scores, y, weight=weights, reduction="sum") / torch.where(
+            total > 0, total, 1
+        )
 
     def measure(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
         scores = outputs.float()

@@ -80,8 +80,16 @@ class Classification(TaskSettings):
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be from 0 up to 1, not {self.label_smoothing}")
         weights = self.class_weights
-        if isinstance(weights, tuple) and not all(math.isfinite(w) and w >= 0 for w in weights):
-            raise ValueError(f"class_weights must be finite and not negative: {', '.join(map(str, weights))}")
+        if isinstance(weights, tuple) and not (all(math.isfinite(w) and w >= 0 for w in weights) and any(weights)):
+            raise ValueError(
+                f"class_weights must be finite, not negative and not all 0: {', '.join(map(str, weights))}"
+            )
+        # A batch of such nodes would have a loss and no weight, so batches would not add up.
+        if isinstance(weights, tuple) and self.label_smoothing and not all(weights):
+            raise ValueError(
+                "label_smoothing gives nodes of a class with weight 0 a loss: set label_smoothing=0, or take these "
+                "nodes out of the training split"
+            )
 
     def bind(self, labels: LabelFacts) -> Task:
         from hopline.tasks.classification import bind
