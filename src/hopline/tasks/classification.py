@@ -27,6 +27,13 @@ HEADS = {"classes": "", "probabilities": "probability ", "scores": "score "}
 
 def bind(settings: Classification, labels: LabelFacts) -> Task:
     """The task of a dataset."""
+    # Not by `in`: an object of torchmetrics is equal to everything.
+    for_two = isinstance(settings.metric, str) and settings.metric in ("roc_auc", "average_precision")
+    if for_two and labels.kind == "single" and labels.num_classes > 2:
+        raise ValueError(
+            f"metric={settings.metric} is for two classes, and there are {labels.num_classes}: choose one of "
+            "balanced_accuracy, macro_f1, log_loss"
+        )
     task_class = SeveralLabelsTask if labels.kind == "multi" else ClassTask
     weights = settings.class_weights
     if isinstance(weights, tuple) and len(weights) != labels.num_classes:
@@ -117,7 +124,8 @@ class ClassTask(Task):
         if scores.size(-1) == 1:
             if self.num_classes > 2:
                 raise ValueError(narrow_output_error(1, self.num_classes))
-            scores = _two_columns(scores)
+            # A metric of the user's takes one score per node, as torchmetrics does.
+            scores = scores.view(-1) if callable(self.settings.metric) else _two_columns(scores)
         return {self.metric: self.own_metric(scores, y)}
 
     writes = ("classes", "probabilities", "scores")
