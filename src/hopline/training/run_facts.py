@@ -157,6 +157,8 @@ class Fingerprints:
             "method": type(trainer.requested_method),
             "Trainer": type(trainer),
         }
+        if isinstance(trainer.requested_task, Task):
+            own["task"] = trainer.requested_task
         if trainer.own_optimizer is not None:
             own["optimizer"] = trainer.own_optimizer.parts(model)
         if trainer.own_schedule is not None:
