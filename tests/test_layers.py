@@ -104,6 +104,18 @@ def test_folders_above_the_methods_ask_a_method_and_not_which_it_is():
     assert not wrong, "\n".join([*wrong, "give Method an answer, or list the method in methods/listed.py"])
 
 
+def test_only_tasks_ask_for_the_kind_of_labels():
+    """Elsewhere a kind is a value that is handed on. Its answers are `LABELS` and the task."""
+    asking = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if folder_of(path) != "tasks" else ():
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            words = {c.value for part in compared for c in ast.walk(part) if isinstance(c, ast.Constant)}
+            if words & {"single", "multi", "binary", "regression"}:
+                asking.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert not asking, f"{', '.join(asking)}: give `Labels` in tasks/labels.py an answer"
+
+
 def test_every_folder_opens_with_a_paragraph():
     silent = []
     for path in SOURCE.rglob("__init__.py"):

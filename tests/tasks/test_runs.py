@@ -110,7 +110,7 @@ def written(kind: str, folder: Path) -> str:
         hl.from_pyg(Data(x=x, y=y, edge_index=edges, **masks)).save(folder / "graph")
         return str(folder / "graph")
     arrays = {name: value.numpy() for name, value in {"x": x, "y": y, "edge_index": edges, **masks}.items()}
-    np.savez(folder / "graph.npz", **arrays)
+    np.savez(folder / "graph.npz", allow_pickle=False, **arrays)
     if kind == "npz":
         return str(folder / "graph.npz")
     command("convert", folder / "graph.npz", folder / "whole", "task=regression")

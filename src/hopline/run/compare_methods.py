@@ -234,11 +234,12 @@ def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
         return outline, 1.0
     num_nodes = max(1, int(torch.searchsorted(data.graph.indptr, MAX_TIMED_EDGES)))
     part = first_nodes(data, num_nodes)
-    train_ids = outline.train_ids[outline.train_ids < num_nodes]
-    if not train_ids.numel():
-        # A step needs a training node.
-        train_ids = torch.zeros(1, dtype=torch.int64)
-    job = replace(outline.job, data=part, examples=Examples(train_ids))
+    examples = Examples(outline.train_ids[outline.train_ids < num_nodes])
+    if not len(examples):
+        # A step needs a training node, with a label: the first node may have none.
+        y = outline.job.examples.labels(data.y, torch.zeros(1, dtype=torch.int64))
+        examples = Examples(torch.zeros(1, dtype=torch.int64), y)
+    job = replace(outline.job, data=part, examples=examples)
     return replace(outline, job=job), data.num_edges / max(1, part.num_edges)
 
 

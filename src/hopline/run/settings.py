@@ -25,7 +25,7 @@ from hopline.methods.listed import DEFAULT, ListedMethod
 from hopline.report.settings import read_config
 from hopline.run.model_settings import ModelSpec
 from hopline.tasks.kinds import LabelKind
-from hopline.tasks.settings import Classification, Regression
+from hopline.tasks.settings import ListedTask
 from hopline.training.settings import TrainSettings
 from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings, to_dict
 from hopline.util.files import check_file
@@ -67,7 +67,7 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Edge weights, features and types: `given`, so that every conv that takes some is given them, or `none`."""
     model: ModelSpec = ModelSpec()
     """The model."""
-    task: Classification | Regression | None = None
+    task: ListedTask | None = None
     """What is learnt, with its loss and metric. Default: by the labels. task=regression also takes whole numbers of
     a file for numbers to predict."""
     method: ListedMethod | Auto | Method = DEFAULT
@@ -112,8 +112,9 @@ class RunConfig(TrainSettings, LaunchSettings):
         if self.symmetrize is not None:
             options["symmetrize"] = self.symmetrize
         # Labels that are stored have their kind. Those of an .npz file are read now.
-        if isinstance(self.task, Regression) and Path(self.data).suffix == ".npz":
-            options["task"] = "regression"
+        is_read_now = Path(self.data).suffix == ".npz"
+        if is_read_now and self.task is not None and len(self.task.kinds) == 1:
+            (options["task"],) = self.task.kinds
         return options
 
 

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from hopline.tasks.kinds import LabelKind
 from hopline.util.config import check_fields, from_dict, kind_of, settings, to_dict
@@ -130,6 +130,11 @@ class Regression(TaskSettings):
         return bind(self, labels)
 
 
+ListedTask: TypeAlias = Classification | Regression
+TASK_SETTINGS: dict[str, type[ListedTask]] = {kind_of(task_class): task_class for task_class in get_args(ListedTask)}
+"""The tasks of the library by name, as `task=` takes them. A further task is added here."""
+
+
 def check_metric(metric: str | Callable[..., Any] | None, kind: LabelKind) -> None:
     """Refuse the name of a metric that is not defined for the labels."""
     if isinstance(metric, str) and metric not in METRICS_OF[kind]:
@@ -169,9 +174,8 @@ def restored(learnt: Mapping[str, Any], kind: LabelKind, num_classes: int) -> Ta
     fields = learnt["settings"]
     if fields is None:
         return DEFAULT_TASKS[kind].bind(LabelFacts(kind=kind, num_classes=num_classes))
-    by_name = {kind_of(task_class): task_class for task_class in (Classification, Regression)}
     values = {name: value for name, value in fields.items() if name != "kind"}
-    task = from_dict(by_name[fields["kind"]], values)
+    task = from_dict(TASK_SETTINGS[fields["kind"]], values)
     return task.bind(LabelFacts(kind=kind, num_classes=num_classes, state=learnt["state"]))
 
 

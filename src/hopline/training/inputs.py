@@ -29,7 +29,7 @@ from hopline.methods.listed import DEFAULT, METHODS
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
-from hopline.tasks.settings import Classification, Regression, TaskSettings
+from hopline.tasks.settings import TASK_SETTINGS, TaskSettings
 from hopline.tasks.task import Task, TestStep, TrainStep
 from hopline.training.callbacks import Callback
 from hopline.training.lr_schedule import MakeScheduler, OwnSchedule
@@ -268,13 +268,11 @@ def check_task(task: Task | TaskSettings | str | None) -> Task | TaskSettings | 
     """The task as an object. None: the default of the labels."""
     if task is None or isinstance(task, Task | TaskSettings):
         return task
-    if task == "classification":
-        return Classification()
-    if task == "regression":
-        return Regression()
+    if isinstance(task, str) and task in TASK_SETTINGS:
+        return TASK_SETTINGS[task]()
+    names = ", ".join(map(repr, TASK_SETTINGS))
     raise ValueError(
-        f"task must be 'classification', 'regression', an hl.Classification, an hl.Regression or an hl.extend.Task, "
-        f"not {task!r}"
+        f"task must be one of {names}, an hl.Classification, an hl.Regression or an hl.extend.Task, not {task!r}"
     )
 
 
