@@ -144,9 +144,9 @@ def test_a_part_without_training_nodes_is_timed_at_a_node_with_a_label(monkeypat
     last = torch.arange(550, 600)
     data = replace(outline.data, y=y, splits={"train": last})
     job = replace(outline.job, data=data, examples=Examples(last))
-    (full_batch,) = (c for c in compare(FullBatch(), replace(outline, job=job), Budget()) if c.name == "full_batch")
-    assert full_batch.refusal == ""
-    assert full_batch.epoch_s > 0
+    part, _ = choosing._shrink(replace(outline, job=job))
+    labels = part.job.examples.labels(part.data.y)
+    assert (part.train_ids.tolist(), labels.tolist()) == ([0], y[550:551].tolist())
 
 
 def test_a_large_graph_in_the_parts_of_a_budget_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch_geometric.data import Data
 from torch_geometric.utils import subgraph
 
 import hopline as hl
 from tests.equivalence import reference_loops as plain
-from tests.equivalence.training_cases import DATA, Scenario, dataset_of, make, plain_twin, sage_gcn, two_sage
+from tests.equivalence.training_cases import DATA, Scenario, dataset_of, make, plain_twin, two_sage
+from tests.support.runs import in_float64, sage, small
 
 
 def test_a_batch_is_plain_pyg_on_the_subgraph_of_its_nodes() -> None:
@@ -20,7 +22,7 @@ def test_a_batch_is_plain_pyg_on_the_subgraph_of_its_nodes() -> None:
         nodes = batch.blocks[0].dst_ids.sort().values
         nodes_of_batches.append(nodes)
         edges, _ = subgraph(nodes, DATA.edge_index, relabel_nodes=True, num_nodes=data.num_nodes)
-        part = plain.Data(x=DATA.x[nodes], edge_index=edges)
+        part = Data(x=DATA.x[nodes], edge_index=edges)
         at_seeds = torch.searchsorted(nodes, batch.seeds)
         expected = plain.whole_graph(theirs, part, torch.arange(len(nodes)))[at_seeds]
         ours = model(batch)
@@ -35,8 +37,8 @@ def test_a_batch_is_plain_pyg_on_the_subgraph_of_its_nodes() -> None:
 
 
 def test_evaluation_uses_every_edge() -> None:
-    data = dataset_of(Scenario())
-    model = make(sage_gcn)
+    data = in_float64(small())
+    model = sage(data).double()
     run = hl.Trainer(model, data, "cluster_gcn", epochs=1, show=False).fit()
     ids = data.splits["test"]
     assert run.test == hl.metrics.accuracy(hl.infer.exact(model, data, ids), data.labels[ids])
