@@ -23,6 +23,8 @@ ROWS = (
     "run recipes",
     "cli",
 )
+ABOVE = {"training", "run", "recipes", "cli"}
+"""Folders above the methods."""
 DOORS = ("__init__", "__main__", "extend")
 """They name what users import, and stand above all."""
 
@@ -93,6 +95,25 @@ def test_a_folder_imports_only_from_below():
         if imported not in allowed[importer]:
             wrong.append(f"{place}: {importer} stands below {imported}. Move what both need to {importer} or lower")
     assert not wrong, "\n".join(wrong)
+
+
+def test_folders_above_the_methods_ask_a_method_and_not_which_it_is():
+    known = ("methods/sampled", "methods/historical", "methods/full_batch")
+    recipes = {"recipes"}  # runs with a method of their choice
+    wrong = [place for importer, imported, place in imports() if imported in known and importer in ABOVE - recipes]
+    assert not wrong, "\n".join([*wrong, "give Method an answer, or list the method in methods/listed.py"])
+
+
+def test_only_tasks_ask_for_the_kind_of_labels():
+    """Elsewhere a kind is a value that is handed on. Its answers are `LABELS` and the task."""
+    asking = []
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())) if folder_of(path) != "tasks" else ():
+            compared = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            words = {c.value for part in compared for c in ast.walk(part) if isinstance(c, ast.Constant)}
+            if words & {"single", "multi", "binary", "regression"}:
+                asking.append(f"{path.relative_to(SOURCE)}:{node.lineno}")
+    assert not asking, f"{', '.join(asking)}: give `Labels` in tasks/labels.py an answer"
 
 
 def test_every_folder_opens_with_a_paragraph():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # type checkers and editors need real imports; at run time `_
     from hopline.methods.full_batch.loader import FullBatchLoader
     from hopline.methods.full_batch.settings import FullBatch
     from hopline.methods.historical.loader import HistoricalLoader
-    from hopline.methods.historical.settings import Historical
+    from hopline.methods.historical.settings import ClusterGCN, Historical
     from hopline.methods.sampled.collective_loader import CollectiveLoader
     from hopline.methods.sampled.loader import Loader
     from hopline.methods.sampled.pyg_loader import NeighborLoader
@@ -82,7 +82,7 @@ __getattr__, __dir__ = on_first_use(
         "hopline.methods.full_batch.loader": ("FullBatchLoader",),
         "hopline.methods.full_batch.settings": ("FullBatch",),
         "hopline.methods.historical.loader": ("HistoricalLoader",),
-        "hopline.methods.historical.settings": ("Historical",),
+        "hopline.methods.historical.settings": ("ClusterGCN", "Historical"),
         "hopline.methods.sampled.loader": ("Loader",),
         "hopline.methods.sampled.collective_loader": ("CollectiveLoader",),
         "hopline.methods.sampled.pyg_loader": ("NeighborLoader",),
@@ -113,6 +113,7 @@ __all__ = [
     "Budget",
     "Callback",
     "Classification",
+    "ClusterGCN",
     "CollectiveLoader",
     "Columns",
     "Dataset",

@@ -19,8 +19,9 @@ from __future__ import annotations
 import inspect
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
 
 from hopline.data.placement_settings import Placement
@@ -83,6 +84,12 @@ class Job:
     def train_ids(self) -> Tensor:
         """[n] int64: the nodes to train on, those of the examples, each once."""
         return self.examples.seeds
+
+    @property
+    def weight_of_all(self) -> float:
+        """What all examples count in a mean over them. Their labels must be on this rank."""
+        weight = self.task.weight(self.examples.labels(self.data.y))
+        return len(self.examples) if weight is None else weight
 
     def weight_of(self, batch: Batch) -> float:
         """What a batch counts in a mean over batches: its examples, or the sum of their weights."""
@@ -247,6 +254,11 @@ class Method(ABC):
 
     OWN: ClassVar[str] = "hl.extend.Method"
     """The public name of this class, for messages: `method=package.module:Class` may name a subclass."""
+    shares_steps: ClassVar[bool] = False
+    """Whether all ranks compute each step together, so that they must have the same weights."""
+    grows_with_graph: ClassVar[bool] = True
+    """Whether a step, or what comes before the first, takes longer on a larger graph. Then an estimate of an epoch
+    times steps on a part of a large graph."""
 
     @abstractmethod
     def bind(self, job: Job) -> Work:
@@ -282,9 +294,32 @@ class Method(ABC):
             f"{type(self).__name__}.plan(outline, budget)"
         )
 
-    def inference_batches(self, job: Job, ids: Tensor) -> Iterable[Batch] | None:
-        """Batches for approximate inference at `ids`, in their order. None: only exact inference."""
+    def inference_batches(self, job: Job, ids: Tensor | str, on_host: bool = False) -> Iterable[Batch] | None:
+        """Batches for approximate inference at `ids`, in their order. None: only exact inference.
+
+        ids: of a graph in shards also the name of a split. on_host: whether batches wait on the host, so that a GPU
+        holds one of them at most.
+        """
         return None
+
+    def num_hops(self, model: nn.Module) -> int | None:
+        """The number of hops around its seeds that a batch has. None: not a fixed number."""
+        return None
+
+    def for_timing(self, folder: Path) -> Method:
+        """A copy that trains as this one, for the time of a few steps.
+
+        It leaves out what a run does once. Files that it keeps are in `folder`.
+        """
+        return self
+
+    @classmethod
+    def forms(cls, model: GNN | Whole, folder: Path) -> Sequence[Method]:
+        """The forms in which this method is suggested for a model, with default settings. None for other models.
+
+        Those in memory come first, then those whose tables are files in `folder`.
+        """
+        return (cls(),)
 
 
 # ---- memory during a run: the guard that keeps steps within the plan (`budget.plan`)

@@ -309,6 +309,8 @@ def r2(predicted: Tensor, y: Tensor) -> float:
     return torch.stack(values).mean().item()
 
 
+MAX_ERROR_CHARACTERS = 300
+"""Characters that a message repeats of an error of the user's metric."""
 METRICS: dict[str, Callable[..., float]] = {
     "accuracy": accuracy,
     "balanced_accuracy": balanced_accuracy,
@@ -340,7 +342,15 @@ class Metric:
         function = self.function
         if hasattr(function, "reset"):  # torchmetrics: the object accumulates over calls, and threads may share it
             function = copy.deepcopy(function)
-        value = function(scores, y)
+        try:
+            value = function(scores, y)
+        except Exception as error:
+            if function is METRICS.get(self.name):
+                raise
+            raise ValueError(
+                f"the metric {self.name} raised {type(error).__name__} for scores {list(scores.shape)} and labels "
+                f"{list(y.shape)}: {str(error)[:MAX_ERROR_CHARACTERS]}"
+            ) from error
         if isinstance(value, Tensor) and value.numel() == 1:
             value = value.item()
         if not isinstance(value, (int, float)):

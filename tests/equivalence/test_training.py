@@ -291,11 +291,17 @@ class Gradients(hl.Callback):
 
 @pytest.mark.parametrize("num_train", [18, 23, 3])
 @pytest.mark.parametrize("max_batches", [None, 2])
-def test_the_mean_over_compensated_batches_is_the_full_batch(max_batches: int | None, num_train: int) -> None:
+@pytest.mark.parametrize(
+    "name", ["usual loss", "regression, some not known", "class weights and smoothing of the task"]
+)
+def test_the_mean_over_compensated_batches_is_the_full_batch(
+    name: str, max_batches: int | None, num_train: int
+) -> None:
     """The mean over all groups, at weights that stay as they are: a step stands for as much as any other."""
-    data = dataset_of(Scenario())
+    scenario = SCENARIOS[name]
+    data = dataset_of(scenario)
     ids = data.splits["train"][:num_train]
-    model = make(sage_gcn)
+    model = make(scenario.model)
     steps = Gradients()
     plain_model = plain_twin(model)
     method = hl.Historical(
@@ -303,6 +309,7 @@ def test_the_mean_over_compensated_batches_is_the_full_batch(max_batches: int | 
         max_batches=max_batches,
     )  # fmt: skip
     settings: dict[str, Any] = {"optimizer": "sgd", "lr": 1e-30, "epochs": 12 if max_batches else 1, "show": False}
+    settings["task"] = scenario.task
     trainer = hl.Trainer(model, replace(data, splits={"train": ids}), method, callbacks=[steps], **settings)
     trainer.fit()
 
@@ -312,7 +319,7 @@ def test_the_mean_over_compensated_batches_is_the_full_batch(max_batches: int | 
     assert len(step_by_group) == 6
 
     losses, gradients = (torch.stack(values) for values in zip(*step_by_group.values(), strict=True))
-    expected = plain.cross_entropy(plain_model, plain.whole_graph(plain_model, DATA, ids)[ids], DATA.y[ids])
+    expected = scenario.loss(plain_model, plain.whole_graph(plain_model, DATA, ids)[ids], scenario.data.y[ids])
     expected.backward()
 
     torch.testing.assert_close(losses.mean(), expected.detach(), rtol=1e-9, atol=1e-9)
@@ -338,10 +345,11 @@ SPLIT_BYTES = {"sampled-block": 24_000, "historical": 100_000, "historical-one-b
         "a joint loss of examples",
         "regression, standardised, some not known",
         "class weights and smoothing of the task",
+        "a class that does not count",
     ],
 )
 def test_batches_split_by_a_budget_train_as_whole_ones(name: str, way: str) -> None:
-    scenario = SCENARIOS[name]
+    scenario = replace(SCENARIOS[name], batch_size=None)
     steps = Steps()
     model = make(scenario.model)
     counters = trace.Counters()

@@ -51,6 +51,10 @@ CASES: dict[int, list[tuple[str, str]]] = {
         ("regression", "historical-compensated"),
         ("class weights and smoothing of the task", "sampled-tree"),
         ("class weights and smoothing of the task", "sequential"),
+        ("class weights and smoothing of the task", "historical-compensated"),
+        ("regression, standardised, some not known", "historical-compensated"),
+        ("regression, some not known", "one-shot"),
+        ("a class that does not count", "sampled-block"),
     ],
     3: [("usual loss", "sampled-block"), ("usual loss", "historical-compensated"), ("usual loss", "sequential")],
 }
@@ -84,7 +88,8 @@ def batches_of(name: str, way: str, num_ranks: int) -> tuple[list[list[Tensor]],
         return [[torch.arange(DATA.x.size(0))]] * WAYS[way].epochs, 1
     method = replace(method, batch_size=(scenario.batch_size or method.batch_size) * num_ranks)
     if scenario.task is not None:  # a step is one mean over the examples of all ranks
-        trainer = trainer_of(scenario, replace(WAYS[way], method=lambda _: method), make(scenario.model))
+        whole = replace(scenario, batch_size=None)  # `method` has that of all ranks
+        trainer = trainer_of(whole, replace(WAYS[way], method=lambda _: method), make(scenario.model))
         return epochs_of(trainer, WAYS[way], WAYS[way].epochs, scenario), 1
     loader = method.loader(dataset_of(scenario))
     epochs = [[batch.seeds for batch in loader.epoch(epoch)] for epoch in range(1, WAYS[way].epochs + 1)]

@@ -232,7 +232,7 @@ def test_whole_numbers_are_edge_weights_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [pyg.RGCNConv, pyg.FastRGCNConv])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_types_of_any_integer_dtype_reach_a_relational_conv(kind: type[pyg.RGCNConv], dtype: torch.dtype) -> None:
     graph = random_graph()
     types = (torch.arange(graph.num_edges) % 3).to(dtype)

@@ -13,6 +13,7 @@ from torch_geometric.nn import SAGEConv
 
 from hopline.budget.memory_plan import RunOutline
 from hopline.budget.plan import Budget, DoesNotFit, Plan
+from hopline.core.examples import Examples
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.plan_within import plan_of
@@ -133,6 +134,19 @@ def test_a_large_graph_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):
     assert outline.data.num_nodes < 600
     assert scale == 4800 / outline.data.num_edges
     assert outline.train_ids.numel() > 0
+
+
+def test_a_part_without_training_nodes_is_timed_at_a_node_with_a_label(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(choosing, "MAX_TIMED_EDGES", 1000)
+    outline = outline_of()
+    y = outline.data.labels.clone()
+    y[:500] = -1
+    last = torch.arange(550, 600)
+    data = replace(outline.data, y=y, splits={"train": last})
+    job = replace(outline.job, data=data, examples=Examples(last))
+    part, _ = choosing._shrink(replace(outline, job=job))
+    labels = part.job.examples.labels(part.data.y)
+    assert (part.train_ids.tolist(), labels.tolist()) == ([0], y[550:551].tolist())
 
 
 def test_a_large_graph_in_the_parts_of_a_budget_is_timed_on_a_part(monkeypatch: pytest.MonkeyPatch):

@@ -116,6 +116,16 @@ def test_standardised_targets_are_learnt_and_predictions_are_in_the_units_of_the
     assert task.measure(SCORES, y) == {"rmse": pytest.approx(rmse)}
 
 
+def test_standardised_targets_far_from_zero_keep_their_digits():
+    y = 1.7e9 + NUMBERS
+    task = bound(hl.Regression(standardize=True), y)
+    targets = (NUMBERS - NUMBERS.mean(0)) / NUMBERS.std(0, correction=0)
+    outputs = SCORES.float()
+    assert float(loss_of(task, outputs, y)) == pytest.approx(float((SCORES - targets).square().mean()), rel=1e-5)
+    errors = outputs.double() * NUMBERS.std(0, correction=0) + NUMBERS.mean(0) - NUMBERS
+    assert task.measure(outputs, y)["rmse"] == pytest.approx(float(errors.square().mean().sqrt()), rel=1e-5)
+
+
 def test_a_column_of_equal_targets_is_not_divided_by_zero():
     task = bound(hl.Regression(standardize=True), torch.full((5, 4), 3.0))
     assert loss_of(task, torch.zeros(5, 4), torch.full((5, 4), 3.0)) == 0.0
@@ -152,6 +162,8 @@ WRONG_NAME: dict[str, Any] = {"metrics": "mae"}
     [
         (lambda: hl.Classification(label_smoothing=1.0), "label_smoothing"),
         (lambda: hl.Classification(class_weights=(1.0, -1.0)), "class_weights"),
+        (lambda: hl.Classification(class_weights=(0.0, 0.0)), "not all 0"),
+        (lambda: hl.Classification(class_weights=(0.0, 1.0), label_smoothing=0.1), "label_smoothing=0"),
         (lambda: hl.Regression(loss=WRONG), "loss must be"),
         (lambda: hl.Regression(**WRONG_NAME), "metric"),
     ],

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch_geometric.nn import SAGEConv
+from torchmetrics.classification import BinaryAUROC
 
 import hopline as hl
 from tests.support.helpers import generator
@@ -90,15 +92,8 @@ def plain_run(case: str, data: hl.Dataset) -> tuple[list[float], list[Tensor]]:
     return losses, [p.detach() for p in model.parameters()]
 
 
-METHODS: dict[str, dict[str, Any]] = {
-    "sampled": {"method": hl.Sampled(fanouts=(-1, -1), batch_size=37), "accumulate": 100},
-    "historical": {"method": hl.Historical(num_parts=4, parts_per_batch=1, compensate=True), "accumulate": 4},
-}
-
-
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("how", ["sampled"])
-def test_batches_that_are_accumulated_are_one_mean_over_what_counts(how: str, case: str):
+def test_batches_that_are_accumulated_are_one_mean_over_what_counts(case: str):
     data, task, _ = CASES[case]
     expected_losses, expected_weights = plain_run(case, data)
     model = model_for(data)
@@ -111,7 +106,8 @@ def test_batches_that_are_accumulated_are_one_mean_over_what_counts(how: str, ca
         weight_decay=0.0,
         show=False,
         evaluate_every=EPOCHS,
-        **METHODS[how],
+        method=hl.Sampled(fanouts=(-1, -1), batch_size=37),
+        accumulate=100,
     ).fit()
     assert [epoch.loss for epoch in run.history] == pytest.approx(expected_losses, rel=1e-9)
     if run.best_epoch == EPOCHS:
@@ -176,6 +172,78 @@ def test_a_task_of_the_user_trains_and_chooses_the_best():
 def test_a_task_that_does_not_go_with_the_data_is_refused(data: hl.Dataset, task: Any, words: str):
     with pytest.raises(ValueError, match=words):
         hl.Trainer(model_for(data), data, task=task, show=False)
+
+
+def distance(scores: Tensor, y: Tensor) -> float:
+    return 3.0
+
+
+CLASSES_OF_TWO = with_labels(small().labels % 2)
+ONE_VALUE_OF_TEST = with_labels(torch.rand(400).index_fill(0, small().splits["test"], 0.5))
+
+
+@pytest.mark.parametrize(
+    ("data", "task", "words"),
+    [
+        (with_labels(small().labels), hl.Classification(metric="roc_auc"), "roc_auc is for two classes"),
+        (CLASSES_OF_TWO, hl.Classification(metric=distance), "metric_mode='max' or metric_mode='min'"),
+        (CLASSES_OF_TWO, hl.Classification(metric=lambda scores, y: "good"), "return one number"),
+        (
+            with_labels(small().labels),
+            hl.Classification(metric=torchmetrics.MeanSquaredError()),
+            "MeanSquaredError raised",
+        ),
+        (ONE_VALUE_OF_TEST, hl.Regression(metric="r2"), "r2 needs"),
+    ],
+)
+def test_a_metric_that_does_not_go_with_the_labels_is_refused_before_training(data: hl.Dataset, task: Any, words: str):
+    class NoStep(hl.Callback):
+        def on_step_end(self, trainer: hl.Trainer, step: hl.extend.StepEnd) -> None:
+            pytest.fail("a step was trained")
+
+    with pytest.raises(ValueError, match=words):
+        hl.Trainer(model_for(data), data, task=task, epochs=1, show=False, callbacks=[NoStep()]).fit()
+
+
+@pytest.mark.parametrize(("width", "kind"), [(1, "single"), (1, "binary")])
+def test_a_metric_of_torchmetrics_for_two_classes_gets_one_score_per_node(width: int, kind: Any):
+    data = CLASSES_OF_TWO.with_fields(task=kind)
+    task = hl.Classification(metric=BinaryAUROC())
+    torch.manual_seed(0)
+    model = hl.nn.GNN([SAGEConv(data.num_features, width)]).double()
+    run = hl.Trainer(model, data, task=task, epochs=1, show=False).fit()
+    ids = data.splits["test"]
+    expected = hl.metrics.roc_auc(hl.infer.exact(model, data, ids).view(-1), data.labels[ids])
+    assert run.test == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_metric_of_the_user_gets_the_known_numbers():
+    data = numbers(3, holes=True)
+    model = model_for(data)
+    task = hl.Regression(metric=torchmetrics.MeanAbsoluteError())
+    run = hl.Trainer(model, data, task=task, epochs=1, show=False).fit()
+    ids = data.splits["test"]
+    assert run.test == pytest.approx(hl.metrics.mae(hl.infer.exact(model, data, ids), data.labels[ids]), rel=1e-6)
+
+
+def test_an_evaluation_without_labels_is_refused_before_training():
+    class Small(hl.extend.Task):
+        metric = "loss"
+
+        def loss(self, model: nn.Module, batch: hl.Batch) -> Tensor:
+            return model(batch).square().mean()
+
+        def measure(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
+            return {"loss": float(outputs.square().mean())}
+
+    data = numbers(1, holes=False)
+    unlabelled = hl.from_edges(data.graph.edge_index(), x=data.x.read(torch.arange(400)), splits=data.splits)
+    with pytest.raises(ValueError, match=r"no labels.*test_step="):
+        hl.Trainer(model_for(data), unlabelled, task=Small(), epochs=1, show=False).fit()
+    train_only = hl.from_edges(
+        data.graph.edge_index(), x=data.x.read(torch.arange(400)), splits={"train": data.splits["train"]}
+    )
+    assert hl.Trainer(model_for(data), train_only, task=Small(), epochs=1, show=False).fit().finished
 
 
 def test_a_training_node_without_any_number_is_refused():

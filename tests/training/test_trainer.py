@@ -658,13 +658,22 @@ def test_the_default_method_follows_the_models_depth():
         ("histrical", r"such as hl.Historical\(\), not "),
         (hl.FullBatch, r"such as hl.FullBatch\(\), not "),
         (17, r"such as hl.Sampled\(\), not 17"),
-        ("Cluster-GCN", r"such as hl.Historical\(halo='drop'\), not "),
     ],
 )
 def test_what_is_no_method_is_refused_with_what_to_write(method: Any, words: str):
     data = small()
     with pytest.raises(ValueError, match=words):
         hl.Trainer(sage(data), data, method)
+
+
+@pytest.mark.parametrize("name", ["cluster_gcn", "Cluster-GCN"])
+def test_cluster_gcn_is_found_by_its_name(name: str):
+    data = small()
+    trainer = hl.Trainer(sage(data), data, name, show=False)
+    assert trainer.method == hl.ClusterGCN() == hl.Historical(halo="drop")
+    assert hl.ClusterGCN(num_parts=4, parts_per_batch=2) == hl.Historical(num_parts=4, parts_per_batch=2, halo="drop")
+    with pytest.raises(TypeError, match="num_parts"):
+        hl.ClusterGCN(num_part=4)
 
 
 @pytest.mark.parametrize("name", ["sampled", "historical", "full_batch"])

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -20,6 +20,7 @@ class Sampled:
 
 @dataclass(frozen=True, kw_only=True)
 class FullBatch:
+    KNOWN_AS: ClassVar = {"wholegraph": {"num_shards": 1}}
     num_shards: int = 8
     """Shards, one resident at a time."""
     batch_size: int = 7
@@ -184,6 +185,12 @@ def test_picking_a_kind_carries_nothing_over():
     small = override_run("method.batch_size=64")
     assert spec.override(small, ["method=full_batch"]).method == FullBatch(batch_size=7)
     assert spec.override(small, ["method=sampled"]).method == Sampled()
+
+
+def test_a_class_is_picked_by_another_name_with_the_settings_of_that_name():
+    assert override_run("method=Whole-graph").method == FullBatch(num_shards=1)
+    assert override_run("method=whole_graph", "method.batch_size=3").method == FullBatch(num_shards=1, batch_size=3)
+    assert override_run("method.num_shards=4", "method=whole_graph").method == FullBatch(num_shards=4)
 
 
 def test_none_removes_an_optional_dataclass():

@@ -251,7 +251,7 @@ class Inputs:
                 f"the labels of {data.name!r} are of the {data.task} task, and the run's of the {self.task} task"
             )
         classes = data.meta.get("classes")
-        if self.task in ("multi", "regression"):
+        if LABELS[self.task].has_columns:
             num_columns = LABELS[self.task].count(y)
             if num_columns != self.num_classes:
                 raise ValueError(f"{data.name!r} has {num_columns} labels per node, and the run {self.num_classes}")

@@ -57,7 +57,7 @@ def node_data(
     if y is not None:
         given = as_tensor(y, "y")
         labels, kind = normalize_labels(given, task)
-        if task is None and kind != "regression" and given.is_floating_point():
+        if task is None and not LABELS[kind].are_numbers and given.is_floating_point():
             logger.warning(
                 f"labels are floating-point numbers with whole values, and are taken for classes (task={kind!r}): for "
                 "numbers to predict set task='regression'"
@@ -233,7 +233,7 @@ def class_labels(y: Any, task: LabelKind | None) -> Tensor | None:
     if y is None:
         return None
     labels, kind = normalize_labels(as_tensor(y, "y"), task)
-    return labels if kind in ("single", "binary") else None
+    return None if LABELS[kind].has_columns else labels
 
 
 def _count_classes(y: Tensor | None, task: LabelKind) -> int:

@@ -6,6 +6,6 @@ Historical and FullBatch. `plan_within` asks a method for a plan that fits a bud
 names a method that does.
 
 A fourth method is a folder with `settings.py` (plain data, without torch), `work.py` (the units of an
-epoch) and `memory_plan.py`, and a line in `tests/equivalence`. `RunConfig.method` in `run/settings.py`
-lists the methods that `method=` accepts.
+epoch) and `memory_plan.py`, a name in `listed.py`, and a line in `tests/equivalence`. Folders above ask a
+`Method`, and never which one it is.
 """

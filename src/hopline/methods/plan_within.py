@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 
 from hopline.budget.memory_plan import RunOutline
@@ -21,11 +22,9 @@ from hopline.budget.predictor import Predictor
 from hopline.budget.probe import measure_steps
 from hopline.contract import Method
 from hopline.core.batch import Batch
-from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.historical.settings import Historical
+from hopline.methods.listed import METHODS
 from hopline.methods.sampled.memory_plan import draw_batches
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.gnn import GNN
 from hopline.util.config import CHANGES_TRAINING, kind_of
 from hopline.util.host import process_bytes
 
@@ -166,10 +165,9 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
     """The library's methods but `method`, with their default settings; some a second time, with tables in files."""
-    methods: list[Method] = [Sampled()]
-    if isinstance(outline.model, GNN):
-        methods += [Historical(), FullBatch(), Historical(folder=FOLDER), FullBatch(folder=FOLDER)]
-    others = [other for other in methods if type(other) is not type(method)]
+    forms = [other.forms(outline.model, FOLDER) for other in METHODS if other is not type(method)]
+    # Of each method the first form, then of each the second.
+    others = [form for of_all in zip_longest(*forms) for form in of_all if form is not None]
     return [other.for_model(outline.model).for_graph(outline.data.num_nodes) for other in others]
 
 

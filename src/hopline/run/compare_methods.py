@@ -36,10 +36,7 @@ from hopline.data.placement import place
 from hopline.data.placement_settings import Placement
 from hopline.device.meter import find_device
 from hopline.device.snapshots import preserve_rng
-from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.historical.settings import Historical
 from hopline.methods.plan_within import alternatives, learn, plan_or_raise, settings_to_type
-from hopline.methods.sampled.settings import Sampled
 from hopline.tables import TensorTable
 from hopline.tasks.settings import TaskSettings
 from hopline.training.settings import TrainSettings
@@ -180,7 +177,7 @@ def choose(outline: RunOutline, budget: Budget) -> tuple[Method, str]:
 def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
     """Estimate the seconds of an epoch from a few steps, on a copy of the model."""
     scale = 1.0
-    if not isinstance(plan.method, Sampled):
+    if plan.method.grows_with_graph:
         outline, scale = _shrink(outline)
     if plan.partition is not None and scale > 1:
         # Parts of about as many edges as those of the plan, which are parts of the whole graph.
@@ -193,20 +190,13 @@ def _estimate_epoch_s(plan: Plan, budget: Budget, outline: RunOutline) -> float:
         data = place(outline.data, placement, outline.device)
         outline = replace(outline, job=replace(outline.job, data=data))
 
-    method = plan.method
     job = job_of(outline)
-    if isinstance(method, Historical):
-        # The pass that fills the tables runs once per run, not per epoch.
-        method = replace(method, warm_up=False)
-    with TemporaryDirectory() as folder:
-        if isinstance(method, Historical | FullBatch) and method.folder is not None:
-            method = replace(method, folder=Path(folder))
-        with limit_cuda_memory(budget, job.device):
-            work = method.bind(job)
-            guard = guard_of(plan, budget, job, outline)
-            if guard is not None:
-                work = work.guarded(guard, plan)
-            durations_s = _time_steps(work, job)
+    with TemporaryDirectory() as folder, limit_cuda_memory(budget, job.device):
+        work = plan.method.for_timing(Path(folder)).bind(job)
+        guard = guard_of(plan, budget, job, outline)
+        if guard is not None:
+            work = work.guarded(guard, plan)
+        durations_s = _time_steps(work, job)
     return scale * plan.steps * sum(durations_s) / len(durations_s)
 
 
@@ -244,11 +234,12 @@ def _shrink(outline: RunOutline) -> tuple[RunOutline, float]:
         return outline, 1.0
     num_nodes = max(1, int(torch.searchsorted(data.graph.indptr, MAX_TIMED_EDGES)))
     part = first_nodes(data, num_nodes)
-    train_ids = outline.train_ids[outline.train_ids < num_nodes]
-    if not train_ids.numel():
-        # A step needs a training node.
-        train_ids = torch.zeros(1, dtype=torch.int64)
-    job = replace(outline.job, data=part, examples=Examples(train_ids))
+    examples = Examples(outline.train_ids[outline.train_ids < num_nodes])
+    if not len(examples):
+        # A step needs a training node, with a label: the first node may have none.
+        y = outline.job.examples.labels(data.y, torch.zeros(1, dtype=torch.int64))
+        examples = Examples(torch.zeros(1, dtype=torch.int64), y)
+    job = replace(outline.job, data=part, examples=examples)
     return replace(outline, job=job), data.num_edges / max(1, part.num_edges)
 
 

@@ -43,7 +43,6 @@ from hopline.distributed.all_to_all import Channel
 from hopline.distributed.world import World
 from hopline.inference import distributed as shard_infer
 from hopline.inference import over_shards as shard_by_shard
-from hopline.methods.sampled.settings import Sampled
 from hopline.run.saved import CHUNK_NODES, SavedRun, bare_values, load, user_ids
 from hopline.run.settings import EvaluateConfig, InferConfig, RunConfig, load_trusted
 from hopline.run.train import launch_settings_of, open_data
@@ -239,13 +238,9 @@ def _sharded_chunks(run: SavedRun, data: ShardedData, config: InferConfig, world
     """The chunks of all ranks' nodes in the order of node ids, in rank 0."""
     shard = data.shard
     if config.inference == "sampled":
-        assert run.settings is not None
-        if not isinstance(run.settings.method, Sampled):
-            raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
         # Ids, or the name of a split, whose ids the loader reads from the shard.
         seeds = torch.arange(data.num_nodes) if config.nodes == "all" else config.nodes
-        method = dataclasses.replace(run.settings.method, shuffle=False, drop_last=False)
-        batches = method.loader(shard, seeds, seed=run.settings.seed, device=world.device, world=world)
+        batches = run.sampled_batches(data, seeds)
         ids, scores, _ = shard_infer.sampled(run.model, data.channel, batches)
         order = ids.argsort()
         ids, scores = ids[order], scores[order]

@@ -11,7 +11,7 @@ function, which gets the training data again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from hopline import inference as infer
+from hopline.contract import Method
+from hopline.core.batch import Batch
 from hopline.core.graph import Graph
 from hopline.core.sampler import NodeIds
 from hopline.data.dataset import Dataset, expect_dataset
@@ -29,7 +31,7 @@ from hopline.data.inputs import Inputs
 from hopline.data.nodes import select_nodes
 from hopline.data.registry import locate
 from hopline.data.splits import random_split
-from hopline.methods.sampled.settings import Sampled
+from hopline.methods.listed import DEFAULT
 from hopline.nn.whole_module import as_batch_model, edge_arrays_read
 from hopline.report.settings import read_config
 from hopline.run.models import make_model
@@ -40,6 +42,7 @@ from hopline.tables import TensorTable
 from hopline.tasks.labels import is_labelled
 from hopline.tasks.task import Task, Write
 from hopline.training.evaluation import hops_by_fanouts
+from hopline.units.job import make_job
 from hopline.util.log import logger
 
 CHUNK_NODES = 1 << 18
@@ -321,24 +324,35 @@ class SavedRun:
 
         The values are [m, num_outputs] scores, or [m, width] embeddings.
         """
-        method = Sampled() if self.settings is None else self.settings.method
         batch_model = as_batch_model(self.model)
         if write == "embeddings":
             yield from self._embeddings(batch_model, data, ids, inference, show, options)
             return
         if inference == "sampled":
-            if not isinstance(method, Sampled):
-                raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
-            in_order = dataclasses.replace(method, shuffle=False, drop_last=False)
-            seed = 0 if self.settings is None else self.settings.seed
-            batches = in_order.loader(data, ids, seed=seed, device=self.device, model=self.model)
-            yield ids, infer.sampled(self.model, batches, num_nodes=ids.numel(), show=show)
+            yield ids, infer.sampled(self.model, self.sampled_batches(data, ids), num_nodes=ids.numel(), show=show)
             return
         if options.get("hops") is None:
-            options["hops"] = hops_by_fanouts(batch_model, data, method)
+            options["hops"] = hops_by_fanouts(batch_model, data, self.method)
         read = infer.exact_rows(batch_model, data, ids, device=self.device, show=show, **options)
         for chunk_ids in ids.split(CHUNK_NODES):
             yield chunk_ids, read(chunk_ids)
+
+    @property
+    def method(self) -> Method:
+        return DEFAULT if self.settings is None else self.settings.method
+
+    def sampled_batches(self, data: Dataset, ids: Tensor | str) -> Iterable[Batch]:
+        """Batches of the run's method for inference at `ids`, in their order.
+
+        ids: of a graph in shards also the name of a split.
+        """
+        seed = 0 if self.settings is None else self.settings.seed
+        no_examples = torch.empty(0, dtype=torch.int64)
+        job = make_job(self.model, data, examples=no_examples, task=self.task, seed=seed, device=self.device)
+        batches = self.method.inference_batches(job, ids)
+        if batches is None:
+            raise ValueError("inference=sampled needs the fan-outs of a run by method=sampled: set inference=exact")
+        return batches
 
     def _embeddings(
         self, batch_model: Any, data: Dataset, ids: Tensor, inference: str, show: bool, options: dict[str, Any]

@@ -21,13 +21,11 @@ from hopline.data.paths import dgl_config, is_dataset
 from hopline.data.placement_settings import Placement
 from hopline.data.registry import locate
 from hopline.distributed.launch_settings import LaunchSettings
-from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.historical.settings import Historical
-from hopline.methods.sampled.settings import Sampled
+from hopline.methods.listed import DEFAULT, ListedMethod
 from hopline.report.settings import read_config
 from hopline.run.model_settings import ModelSpec
 from hopline.tasks.kinds import LabelKind
-from hopline.tasks.settings import Classification, Regression
+from hopline.tasks.settings import ListedTask
 from hopline.training.settings import TrainSettings
 from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings, to_dict
 from hopline.util.files import check_file
@@ -68,10 +66,10 @@ class RunConfig(TrainSettings, LaunchSettings):
     """Edge weights, features and types: `given`, so that every conv that takes some is given them, or `none`."""
     model: ModelSpec = ModelSpec()
     """The model."""
-    task: Classification | Regression | None = None
+    task: ListedTask | None = None
     """What is learnt, with its loss and metric. Default: by the labels. task=regression also takes whole numbers of
     a file for numbers to predict."""
-    method: Sampled | Historical | FullBatch | Auto | Method = Sampled()
+    method: ListedMethod | Auto | Method = DEFAULT
     """Training method. `auto` times a few steps of each and takes the fastest that fits. Your own class is
     package.module:Class or file.py:Class, and --keys method=package.module:Class lists its settings."""
     budget: Budget | None = None
@@ -102,14 +100,20 @@ class RunConfig(TrainSettings, LaunchSettings):
         return from_dict, (type(self), to_dict(self))
 
     @property
+    def picks_method(self) -> bool:
+        """Whether the method is found by timing: method=auto."""
+        return isinstance(self.method, Auto)
+
+    @property
     def conversion(self) -> dict[str, Any]:
         """Options of the dataset's conversion that the user has set, as keywords of `open_dataset`."""
         options: dict[str, Any] = {}
         if self.symmetrize is not None:
             options["symmetrize"] = self.symmetrize
         # Labels that are stored have their kind. Those of an .npz file are read now.
-        if isinstance(self.task, Regression) and Path(self.data).suffix == ".npz":
-            options["task"] = "regression"
+        is_read_now = Path(self.data).suffix == ".npz"
+        if is_read_now and self.task is not None and len(self.task.kinds) == 1:
+            (options["task"],) = self.task.kinds
         return options
 
 

@@ -35,7 +35,6 @@ from hopline.device.meter import find_device
 from hopline.distributed import launch
 from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
-from hopline.methods.sampled.settings import Sampled
 from hopline.nn.whole_module import as_batch_model
 from hopline.run.compare_methods import Candidate, choose, compare, outline_of_run
 from hopline.run.models import make_model
@@ -146,17 +145,18 @@ def _resolve_auto_method(config: RunConfig, model: nn.Module, data: Dataset, fol
     A run that is resumed keeps the method with which it began. Else the method is the fastest that fits.
     Rank 0 decides, and the other ranks get its settings: each would time the steps differently.
     """
-    if not isinstance(config.method, Auto):
+    if not config.picks_method:
         return config
     resolved: dict[str, Any] | None = None
     if world.rank == 0:
         is_resumed = config.resume and (folder / checkpoint.FILE).exists()
-        method = load_config(folder).method if is_resumed else config.method
-        if isinstance(method, Auto):
+        begun = dataclasses.replace(config, method=load_config(folder).method) if is_resumed else config
+        if begun.picks_method:
             outline = outline_of_run(model.to(world.device), data, config, config.placement, config.task)
             method, reason = choose(outline, config.budget or Budget())
             logger.info(reason)
-        resolved = to_dict(dataclasses.replace(config, method=method))  # type: ignore[arg-type]
+            begun = dataclasses.replace(config, method=method)  # type: ignore[arg-type]
+        resolved = to_dict(begun)
     return from_dict(RunConfig, world.broadcast_object(resolved))
 
 
@@ -165,7 +165,7 @@ def plan(config: RunConfig) -> list[Candidate]:
     data = open_data(config)
     torch.manual_seed(config.seed)
     model = make_model(config.model, data).to(find_device(config.device))
-    method = None if isinstance(config.method, Auto) else _for_model(config, model, data).method
+    method = None if config.picks_method else _for_model(config, model, data).method
     outline = outline_of_run(model, data, config, config.placement, config.task)
     return compare(method, outline, config.budget or Budget())
 
@@ -245,14 +245,13 @@ def _newest_run(name: str, config: RunConfig) -> Path | None:
     """
     # If this run has a method of the user, the same one may be imported for stored settings too.
     own_method = to_dict(config)["method"]["kind"]
-    any_method = isinstance(config.method, Auto)
-    identity = _identity(config, any_method)
+    identity = _identity(config, config.picks_method)
     for folder in sorted(RUNS.glob(f"{glob.escape(name)}-*"), reverse=True):
         try:
             stored = load_config(folder, own_method=own_method)
         except ValueError:
             continue
-        is_same = _identity(stored, any_method) == identity
+        is_same = _identity(stored, config.picks_method) == identity
         if is_same and (folder / checkpoint.FILE).exists():
             return folder
     return None
@@ -283,7 +282,7 @@ def _identity(config: RunConfig, any_method: bool) -> RunConfig:
     method, for method=auto.
     """
     launch_defaults = {field.name: field.default for field in dataclasses.fields(LaunchSettings)}
-    config = dataclasses.replace(config, method=Sampled()) if any_method else config
+    config = dataclasses.replace(config, method=Auto()) if any_method else config
     return dataclasses.replace(
         config, resume=False, overwrite=False, show=True, out=None, epochs=1, checkpoint_s=0.0, **launch_defaults
     )

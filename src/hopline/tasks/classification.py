@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,13 @@ HEADS = {"classes": "", "probabilities": "probability ", "scores": "score "}
 
 def bind(settings: Classification, labels: LabelFacts) -> Task:
     """The task of a dataset."""
+    # Not by `in`: an object of torchmetrics is equal to everything.
+    for_two = isinstance(settings.metric, str) and settings.metric in ("roc_auc", "average_precision")
+    if for_two and labels.kind == "single" and labels.num_classes > 2:
+        raise ValueError(
+            f"metric={settings.metric} is for two classes, and there are {labels.num_classes}: choose one of "
+            "balanced_accuracy, macro_f1, log_loss"
+        )
     task_class = SeveralLabelsTask if labels.kind == "multi" else ClassTask
     weights = settings.class_weights
     if isinstance(weights, tuple) and len(weights) != labels.num_classes:
@@ -78,6 +86,10 @@ class ClassTask(Task):
     def has_weights(self) -> bool:
         return self.weights is not None
 
+    @cached_property
+    def has_zero_weights(self) -> bool:
+        return self.weights is not None and bool((self.weights == 0).any())
+
     def weight(self, y: Tensor | None) -> float | None:
         if self.weights is None or y is None:
             return None
@@ -98,14 +110,22 @@ class ClassTask(Task):
             return ops.cross_entropy(scores, y)
         scores = _in_float(scores)
         weights = None if self.weights is None else self._padded_weights(scores)
-        return nn.functional.cross_entropy(scores, y, weight=weights, label_smoothing=self.settings.label_smoothing)
+        smoothing = self.settings.label_smoothing
+        if weights is None or smoothing or not self.has_zero_weights:
+            return nn.functional.cross_entropy(scores, y, weight=weights, label_smoothing=smoothing)
+        # Torch divides by the weight of the batch, which is 0 where no node has a class that counts.
+        total = weights[y].sum()
+        return nn.functional.cross_entropy(scores, y, weight=weights, reduction="sum") / torch.where(
+            total > 0, total, 1
+        )
 
     def measure(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
         scores = outputs.float()
         if scores.size(-1) == 1:
             if self.num_classes > 2:
                 raise ValueError(narrow_output_error(1, self.num_classes))
-            scores = _two_columns(scores)
+            # A metric of the user's takes one score per node, as torchmetrics does.
+            scores = scores.view(-1) if callable(self.settings.metric) else _two_columns(scores)
         return {self.metric: self.own_metric(scores, y)}
 
     writes = ("classes", "probabilities", "scores")

@@ -33,6 +33,10 @@ class Labels(ABC):
     """Name of the kind, as `Dataset.task` and `task=` have it."""
     noun: str
     """What the labels are, for messages."""
+    are_numbers: bool = False
+    """Whether the values are to be predicted as they are, rather than classes or labels by their number."""
+    has_columns: bool = False
+    """Whether a node may have several values, each for a column of its own."""
     other_task: str = ""
     """End of a refusal of values: the kind that they may be meant for."""
 
@@ -122,6 +126,7 @@ class SeveralLabels(Labels):
     """Several labels per node, each of them 0 or 1."""
 
     kind = "multi"
+    has_columns = True
     noun = "zeros and ones"
     other_task = ", or for numbers to predict set task='regression'"
 
@@ -148,6 +153,8 @@ class Numbers(Labels):
     """One or several numbers per node. NaN stands for a number that is not known."""
 
     kind = "regression"
+    are_numbers = True
+    has_columns = True
     noun = "numbers"
 
     def normalize(self, y: Tensor) -> Tensor:

@@ -81,11 +81,13 @@ class RegressionTask(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         outputs = model(batch)
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
-        y = self._rows(batch.labels).to(outputs.dtype)
+        y = self._rows(batch.labels)
         self._check_width(outputs)
         outputs = outputs.reshape(y.shape)
         if self.mean is not None and self.deviation is not None:
-            y = (y - self.mean.to(y)) / self.deviation.to(y)
+            # In float64: of a large mean, as of points in time, float32 would leave nothing of the deviations.
+            y = (y.double() - self.mean.to(y.device)) / self.deviation.to(y.device)
+        y = y.to(outputs.dtype)
         loss = LOSSES[self.settings.loss]
         if not self.has_missing:
             return loss(outputs, y)
@@ -96,14 +98,19 @@ class RegressionTask(Task):
 
     def measure(self, outputs: Tensor, y: Tensor) -> dict[str, float]:
         self._check_width(outputs)
-        predicted = self.predict(outputs, "values").reshape(y.shape)
+        predicted = self.predict(outputs, "values").reshape(y.shape).to(y.dtype)
+        if callable(self.settings.metric):  # of hopline's, some go by column and know NaN
+            is_known = ~y.isnan()
+            if not is_known.all():
+                predicted, y = predicted[is_known], y[is_known]
         return {self.metric: self.own_metric(predicted, y)}
 
     def predict(self, outputs: Tensor, write: Write) -> Tensor:
+        """[n, num_targets]: float64 where targets were standardised, in which their mean is exact."""
         outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         if write == "scores" or self.mean is None or self.deviation is None:
             return outputs
-        return outputs * self.deviation.to(outputs) + self.mean.to(outputs)
+        return outputs.double() * self.deviation + self.mean
 
     def state(self) -> dict[str, Any]:
         if self.mean is None or self.deviation is None:

@@ -9,7 +9,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
 
 from hopline.tasks.kinds import LabelKind
 from hopline.util.config import check_fields, from_dict, kind_of, settings, to_dict
@@ -80,8 +80,16 @@ class Classification(TaskSettings):
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be from 0 up to 1, not {self.label_smoothing}")
         weights = self.class_weights
-        if isinstance(weights, tuple) and not all(math.isfinite(w) and w >= 0 for w in weights):
-            raise ValueError(f"class_weights must be finite and not negative: {', '.join(map(str, weights))}")
+        if isinstance(weights, tuple) and not (all(math.isfinite(w) and w >= 0 for w in weights) and any(weights)):
+            raise ValueError(
+                f"class_weights must be finite, not negative and not all 0: {', '.join(map(str, weights))}"
+            )
+        # A batch of such nodes would have a loss and no weight, so batches would not add up.
+        if isinstance(weights, tuple) and self.label_smoothing and not all(weights):
+            raise ValueError(
+                "label_smoothing gives nodes of a class with weight 0 a loss: set label_smoothing=0, or take these "
+                "nodes out of the training split"
+            )
 
     def bind(self, labels: LabelFacts) -> Task:
         from hopline.tasks.classification import bind
@@ -120,6 +128,11 @@ class Regression(TaskSettings):
         check_kind(self, labels.kind)
         check_metric(self.metric, labels.kind)
         return bind(self, labels)
+
+
+ListedTask: TypeAlias = Classification | Regression
+TASK_SETTINGS: dict[str, type[ListedTask]] = {kind_of(task_class): task_class for task_class in get_args(ListedTask)}
+"""The tasks of the library by name, as `task=` takes them. A further task is added here."""
 
 
 def check_metric(metric: str | Callable[..., Any] | None, kind: LabelKind) -> None:
@@ -161,9 +174,8 @@ def restored(learnt: Mapping[str, Any], kind: LabelKind, num_classes: int) -> Ta
     fields = learnt["settings"]
     if fields is None:
         return DEFAULT_TASKS[kind].bind(LabelFacts(kind=kind, num_classes=num_classes))
-    by_name = {kind_of(task_class): task_class for task_class in (Classification, Regression)}
     values = {name: value for name, value in fields.items() if name != "kind"}
-    task = from_dict(by_name[fields["kind"]], values)
+    task = from_dict(TASK_SETTINGS[fields["kind"]], values)
     return task.bind(LabelFacts(kind=kind, num_classes=num_classes, state=learnt["state"]))
 
 

@@ -42,7 +42,7 @@ from hopline.metrics import Mode, mode_of
 from hopline.nn.attributes import changes_since, set_attributes
 from hopline.nn.structure import opaque_part
 from hopline.report.writer import versions
-from hopline.training.run_facts import settings_of
+from hopline.training.run_facts import settings_of, task_facts
 from hopline.training.run_state import RunState
 from hopline.training.settings import TrainSettings
 from hopline.util import trace
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from hopline.training.trainer import Trainer
 
 FILE = "checkpoint.pt"
-FORMAT = 2
+FORMAT = 3
 MAX_TIME_SHARE = 0.02
 """Largest share of the time of a run that writing checkpoints may take."""
 _MAGIC = b"hopline-checkpoint"
@@ -315,7 +315,7 @@ def identity(trainer: Trainer) -> dict[str, Any]:
         "training nodes": _checksum(examples.nodes),
         **own_labels,
         **{title: _checksum(data.splits[name]) if name in data.splits else None for title, name in splits.items()},
-        "metric": data.metric,
+        "task": task_facts(trainer.task.settings or trainer.task),
         "model": type(model).__name__,
         # The extra state of a module is no tensor.
         "parameters": {name: list(getattr(tensor, "shape", ())) for name, tensor in model.state_dict().items()},

@@ -29,8 +29,6 @@ from hopline.device.snapshots import evaluating
 from hopline.inference import distributed as shard_infer
 from hopline.inference import without_layers
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences
-from hopline.methods.sampled.loader import Loader
-from hopline.methods.sampled.settings import Sampled
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
 from hopline.nn.whole_module_probe import find_reach
@@ -82,7 +80,8 @@ class Measure:
             return run_test_step(job.task.test_step, job, ids)
 
         # None if inference is exact, by request or because the method has no other.
-        batches = None if self.exact else self.method.inference_batches(job, ids)
+        has_limit = self.chunk_bytes is not None
+        batches = None if self.exact else self.method.inference_batches(job, ids, on_host=has_limit)
         # On a CPU, fused convs use hopline's threads, as in training.
         with own_threads(job):
             if isinstance(data, ShardedData):
@@ -137,9 +136,6 @@ class Measure:
         if self.chunk_bytes is not None:
             # An empty budget: `limit_bytes` alone counts.
             guard = BudgetGuard(job, Budget(), limit_bytes=self.chunk_bytes)
-        if guard is not None and isinstance(batches, Loader):
-            # Batches wait on the host, so that a GPU never holds more of one than the guard allows.
-            batches = batches.with_budget(split_ahead=None, batches_on_host=True)
         return infer.sampled(job.model, batches, num_nodes=ids.numel(), show=self.show, guard=guard)
 
     def examples_of(self, job: Job) -> Examples:
@@ -171,14 +167,16 @@ class Measure:
 def hops_by_fanouts(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
     """The hops around a node that a module without layers reads, for `without_layers.part_hops_of`.
 
-    That is the number of fan-outs, if a trial on a tiny graph shows that they are enough: a neighbourhood of
-    these hops, or one more, gives the outputs of the whole graph. None: unknown, or the model has layers.
+    That is the number of hops of the method's batches, if a trial on a tiny graph shows that they are enough: a
+    neighbourhood of these hops, or one more, gives the outputs of the whole graph. None: unknown, or the model has
+    layers.
     """
     # The tables of a shard have no "x".
-    has_features = "x" in data.tables
-    if not (isinstance(model, Whole) and isinstance(method, Sampled) and has_features):
+    if not isinstance(model, Whole) or "x" not in data.tables:
         return None
-    num_hops = len(method.for_model(model).fanout_per_layer)
+    num_hops = method.num_hops(model)
+    if num_hops is None:
+        return None
     reach = find_reach(model, num_hops, data.x, data.graph.edge)
     return None if reach.part_hops is None else num_hops
 
@@ -232,9 +230,9 @@ def whole_notes(job: Job, method: Method, part_hops: int | None, *, evaluates: b
     approximation = ""
     evaluation = ""
     reason = ""
-    if isinstance(method, Sampled):
+    num_hops = method.num_hops(job.model)
+    if num_hops is not None:
         name = type(job.model.module).__name__
-        num_hops = len(method.for_model(job.model).fanout_per_layer)
         reach = find_reach(job.model, num_hops, job.data.x, job.data.graph.edge)
         reason = reach.reason
         at_border = (

@@ -25,13 +25,11 @@ from hopline.data.dataset import Dataset
 from hopline.data.fingerprint import sample
 from hopline.distributed.gradients import CombinedBy, CombineGradients, Gradients, have_same_bits
 from hopline.distributed.world import World
-from hopline.methods.full_batch.settings import FullBatch
-from hopline.methods.historical.settings import Historical
-from hopline.methods.sampled.settings import Sampled
+from hopline.methods.listed import DEFAULT, METHODS
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
-from hopline.tasks.settings import Classification, Regression, TaskSettings
+from hopline.tasks.settings import TASK_SETTINGS, TaskSettings
 from hopline.tasks.task import Task, TestStep, TrainStep
 from hopline.training.callbacks import Callback
 from hopline.training.lr_schedule import MakeScheduler, OwnSchedule
@@ -137,21 +135,22 @@ def check_storable(what: str, value: Any) -> None:
 
 
 def check_method(method: Method | str | None) -> Method:
-    """The method, by its name too, or `Sampled()` if there is none."""
+    """The method, by its name too, or the default if there is none."""
     if isinstance(method, Method | None):
-        return method or Sampled()
+        return method or DEFAULT
     word = kind_of(method) if isinstance(method, type) else str(method).lower()
-    kinds = {kind_of(kind): kind for kind in (Sampled, Historical, FullBatch)}
+    kinds = {kind_of(kind): kind for kind in METHODS}
     if isinstance(method, str) and method in kinds:
         return kinds[method]()
+    if isinstance(method, str) and (found := find_by_other_name(method, METHODS)) is not None:
+        return found
     if method == "auto":
         raise ValueError(
             "method='auto' times the methods on the command line alone: type `hopline plan DATASET`, and give the "
             f"Trainer the one that it recommends, one of {', '.join(map(repr, kinds))}"
         )
     matches = get_close_matches(word, kinds, n=1)
-    cls, values = find_by_other_name(word, kinds.values()) or (kinds[matches[0]] if matches else Sampled, {})
-    suggestion = f"hl.{cls.__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+    suggestion = f"hl.{(kinds[matches[0]] if matches else type(DEFAULT)).__name__}()"
     raise ValueError(f"method must be a Method such as {suggestion}, not {method!r}")
 
 
@@ -168,10 +167,10 @@ def check_gradients(gradients: Gradients | CombineGradients | None, method: Meth
             )
         return CombinedBy(gradients)
     gradients = gradients or Gradients()
-    if gradients.local and isinstance(method, FullBatch) and world.size > 1:
+    if gradients.local and method.shares_steps and world.size > 1:
         raise ValueError(
             f"gradients={type(gradients).__name__}(...) gives every rank weights of its own, and the ranks of "
-            "hl.FullBatch compute one step together: leave it out, or train by hl.Sampled"
+            f"{type(method).__name__} compute one step together: leave it out, or train by hl.Sampled"
         )
     return gradients
 
@@ -263,13 +262,11 @@ def check_task(task: Task | TaskSettings | str | None) -> Task | TaskSettings | 
     """The task as an object. None: the default of the labels."""
     if task is None or isinstance(task, Task | TaskSettings):
         return task
-    if task == "classification":
-        return Classification()
-    if task == "regression":
-        return Regression()
+    if isinstance(task, str) and task in TASK_SETTINGS:
+        return TASK_SETTINGS[task]()
+    names = ", ".join(map(repr, TASK_SETTINGS))
     raise ValueError(
-        f"task must be 'classification', 'regression', an hl.Classification, an hl.Regression or an hl.extend.Task, "
-        f"not {task!r}"
+        f"task must be one of {names}, an hl.Classification, an hl.Regression or an hl.extend.Task, not {task!r}"
     )
 
 

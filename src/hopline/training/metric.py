@@ -1,7 +1,8 @@
 """The metric of a run: who computes it, its name, and whether its largest or smallest value is best.
 
 The dataset's metric has a name from the start. A `test_step` of the user, or an overridden `Trainer.evaluate`,
-names its metrics when it returns them, and the first one counts. `RunMetric.try_test_step` asks before training.
+names its metrics when it returns them, and the first one counts. `RunMetric.try_test_step` asks before training, and
+`RunMetric.try_metric` tries a metric of the task.
 
 Best weights, early stopping and the plateau schedule compare `RunMetric.score`.
 """
@@ -9,7 +10,7 @@ Best weights, early stopping and the plateau schedule compare `RunMetric.score`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any, get_args
 
 import torch
@@ -20,7 +21,10 @@ from hopline.device.snapshots import evaluating
 from hopline.metrics import Mode, mode_of
 from hopline.shards.data import ShardedData
 from hopline.tasks.task import Task, TestStep
+from hopline.units.job import examples_of
 
+MAX_TRIED_LABELS = 1 << 14
+"""Most labels of a split on which a metric is tried before training."""
 NUM_TRIED_NODES = 64
 """Validation nodes at which a `test_step` is tried before training."""
 
@@ -79,6 +83,32 @@ class RunMetric:
         self.name = name
         self.is_known = True
 
+    def try_metric(self, job: Job) -> None:
+        """Compute the metric of random outputs, to refuse before training one that does not go with the labels.
+
+        A task of the user's, which alone knows its outputs, and labels in shards are not tried.
+        """
+        if self.is_own or isinstance(job.data, ShardedData):
+            return
+        for split in ("valid", "test"):
+            examples = examples_of(job.task, job.data, split)
+            if not len(examples):
+                continue
+            y = examples.labels(job.data.y, torch.arange(min(len(examples), MAX_TRIED_LABELS)))
+            if y is None:
+                raise ValueError(
+                    f"the dataset has no labels, and the metric of split {split!r} needs some: give y=, or an "
+                    "evaluation of your own, test_step="
+                )
+            if job.task.settings is None:
+                continue
+            metrics: dict[str, float] = {}
+            # Some of the labels may be too few for the metric.
+            with suppress(ValueError) if len(y) < len(examples) else nullcontext():
+                metrics = _metrics_of_random_outputs(job, y.cpu())
+            if metrics and split == "valid":
+                self.score(metrics)  # raises if the name does not tell what is best
+
     def try_test_step(self, job: Job) -> None:
         """Call `test_step` at a few nodes, to refuse what it returns before anything is trained. Collective.
 
@@ -103,6 +133,20 @@ class RunMetric:
         if name:
             self.take_name(name)
             self.score({name: 0.0})  # raises if the name does not tell what is best
+
+
+def _metrics_of_random_outputs(job: Job, y: Tensor) -> dict[str, float]:
+    """The metrics of a task of hopline's for outputs of any model. y: [n, ...], labels on the host."""
+    generator = torch.Generator().manual_seed(0)
+    widths = (job.data.num_outputs, 1)  # a model may have one score for two classes
+    first_error: ValueError | None = None
+    for width in widths:
+        try:
+            return job.task.measure(torch.randn(len(y), width, generator=generator), y)
+        except ValueError as error:
+            first_error = first_error or error
+    assert first_error is not None
+    raise first_error
 
 
 def run_test_step(test_step: TestStep, job: Job, ids: Tensor) -> dict[str, float]:

@@ -24,7 +24,7 @@ from hopline.contract import Method
 from hopline.data.fingerprint import before_features
 from hopline.data.inputs import Inputs
 from hopline.distributed.gradients import CombinedBy, Gradients
-from hopline.methods.sampled.settings import Sampled
+from hopline.methods.listed import DEFAULT
 from hopline.metrics import Mode, find
 from hopline.nn.structure import parts_of, parts_of_function
 from hopline.nn.whole_module import edge_arrays_read
@@ -123,7 +123,7 @@ def stored_settings(trainer: Trainer) -> dict[str, Any]:
     changed += ["data", "model", *(f"train.{key}" for key in [*changed_keys(trainer.settings), *own])]
     method = trainer.requested_method
     has_repr_only = "repr" in settings["method"]
-    if has_repr_only or not isinstance(method, Sampled):  # Sampled is the default
+    if has_repr_only or type(method) is not type(DEFAULT):
         changed.append("method.kind")
     method_keys = ["repr"] if has_repr_only else changed_keys(method)
     changed += [f"method.{key}" for key in method_keys]
@@ -157,6 +157,8 @@ class Fingerprints:
             "method": type(trainer.requested_method),
             "Trainer": type(trainer),
         }
+        if isinstance(trainer.requested_task, Task):
+            own["task"] = trainer.requested_task
         if trainer.own_optimizer is not None:
             own["optimizer"] = trainer.own_optimizer.parts(model)
         if trainer.own_schedule is not None:

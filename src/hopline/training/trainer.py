@@ -431,6 +431,7 @@ class Trainer(NotCopied):
         self.optimizer = self.make_optimizer()
         self.update = Update(self.model, self.optimizer, self.settings.clip_norm, self.say)
         self.run_metric.try_test_step(self.job)
+        self.run_metric.try_metric(self.job)
         self.schedule = make_schedule(self)
         checkpoint = self.checkpoints.find(self)
 

@@ -118,13 +118,17 @@ def kind_of(cls: type) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
 
 
-def find_by_other_name(text: str, classes: Iterable[type]) -> tuple[type, Mapping[str, Any]] | None:
-    """(class, its settings) that papers or other libraries call by this name; None if there is none.
+def find_by_other_name(text: str, classes: Iterable[type[T]]) -> T | None:
+    """The settings that papers or other libraries call by this name; None if there are none.
 
     A settings class lists such names in its `KNOWN_AS`, by their letters alone.
     """
     letters = re.sub("[^a-z]", "", text.lower())
-    return next(((cls, cls.KNOWN_AS[letters]) for cls in classes if letters in getattr(cls, "KNOWN_AS", ())), None)
+    for cls in classes:
+        known: Mapping[str, Mapping[str, Any]] = getattr(cls, "KNOWN_AS", {})
+        if letters in known:
+            return cls(**known[letters])
+    return None
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -316,10 +320,6 @@ def _read(value: Any, annotation: Any, key: str, read_as: _Reader) -> Any:
         (only_class,) = kinds.values()
         inner_keys = [f"{key}.{name}" for name in _settable(only_class)]
         hint = f" Its own settings are {', '.join(inner_keys)}."
-    meant = find_by_other_name(str(value), kinds.values())
-    if meant is not None:
-        cls, values = meant
-        hint = f" {value} is {' '.join([f'{key}={kind_of(cls)}', *(f'{key}.{n}={v}' for n, v in values.items())])}."
     raise ValueError(f"{key}={value} is not valid: expected {_describe(annotation)}.{hint}")
 
 
@@ -430,16 +430,17 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
 
     if whole:
         value = _read(whole[-1], annotation, key, _text_as)
-        # `_text_as` returns a class for the name of a kind. Any other value is final.
+        # `_text_as` returns a class for the name of a kind, and an object for another name. Any other value is final.
         picked = value if isinstance(value, type) else None
+        is_object = _is_settings(type(value))
         if picked is None and not inner:
             return value
-        if picked is None and value is not None:
+        if picked is None and value is not None and not is_object:
             raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
         # `method=sampled` starts from the defaults of the class, even where the current value is of that
         # class. So does a group that is set to none while fields inside it are assigned too.
-        cls = picked or cls
-        current = None
+        cls = type(value) if is_object else picked or cls
+        current = value if is_object else None
     assert cls is not None  # without a class, `inner` is empty and `whole` has returned its value
     return _apply(cls, base=current, items=inner, prefix=f"{key}.", root=root)
 
@@ -509,7 +510,7 @@ def _text_as(text: str, member: Any) -> Any:
     """Return a text as one alternative of an annotation. Raises `_Mismatch` if it does not fit.
 
     For a settings class, the text is its kind and the result is the class itself: its fields are assigned
-    later.
+    later. Or the text is another name, and the result an object.
     """
     if typing.get_origin(member) is Literal:
         options = {str(option): option for option in typing.get_args(member)}
@@ -523,6 +524,9 @@ def _text_as(text: str, member: Any) -> Any:
     if _is_settings(member):
         if text == kind_of(member):
             return member
+        other = find_by_other_name(text, [member])
+        if other is not None:
+            return other
         raise _Mismatch(nearest(text, [kind_of(member)]))
     if _admits_own_classes(member) and ":" in text:
         return own_settings(kind_of(member), text, member)

@@ -6,9 +6,10 @@ about settings come at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from hopline.budget.plan import Budget, Outline, Plan
 from hopline.contract import Job, Method, Work
@@ -23,6 +24,8 @@ if TYPE_CHECKING:  # loaders need torch; the settings do not
     from hopline.data.dataset import Dataset
     from hopline.distributed.world import World
     from hopline.methods.full_batch.loader import FullBatchLoader
+    from hopline.nn.gnn import GNN
+    from hopline.nn.whole_module import Whole
     from hopline.shards.shard import Shard
 
 Aggregation = Literal["auto", "sweep", "sequential", "stored", "one_shot"]
@@ -47,6 +50,8 @@ class FullBatch(Method):
         >>> trainer.fit().finished, trainer.num_steps
         (True, 3)
     """
+
+    shares_steps: ClassVar[bool] = True
 
     num_shards: int = 8
     """Shards of the graph. With several ranks there is one shard per rank."""
@@ -80,6 +85,15 @@ class FullBatch(Method):
         if self.num_shards != FullBatch.num_shards or num_nodes >= self.num_shards:
             return self  # a number that the user has set is followed or refused, never changed
         return replace(self, num_shards=num_nodes)
+
+    def for_timing(self, folder: Path) -> FullBatch:
+        return self if self.folder is None else replace(self, folder=folder)
+
+    @classmethod
+    def forms(cls, model: GNN | Whole, folder: Path) -> Sequence[FullBatch]:
+        from hopline.nn.gnn import GNN
+
+        return (cls(), cls(folder=folder)) if isinstance(model, GNN) else ()
 
     def placement(self, requested: Placement) -> Placement:
         return with_graph_on_host(requested, "method=full_batch cuts the graph on the host")

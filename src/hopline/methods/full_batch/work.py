@@ -133,8 +133,7 @@ class SweepUnit(Unit):
 
     @property
     def weight(self) -> float:
-        weight = self.job.task.weight(self.job.examples.labels(self.job.data.y))
-        return self.size if weight is None else weight
+        return self.job.weight_of_all
 
     @property
     def total_size(self) -> int:

@@ -7,9 +7,10 @@ to a `Job`, which has the model, the data and the ranks of a run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hopline.budget.plan import Budget, Outline, Plan
 from hopline.contract import Job, Method
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.distributed.world import World
     from hopline.methods.historical.loader import HistoricalLoader
     from hopline.methods.historical.work import HistoricalWork
+    from hopline.nn.gnn import GNN
+    from hopline.nn.whole_module import Whole
 
 
 @settings
@@ -52,7 +55,7 @@ class Historical(Method):
     """
 
     KNOWN_AS: ClassVar = {"cluster": {"halo": "drop"}, "clustergcn": {"halo": "drop"}, "gas": {}, "gnnautoscale": {}}
-    """Names of papers and other libraries, by their letters -> settings."""
+    """Names of papers and other libraries, by their letters -> settings. `method=cluster_gcn` takes them."""
     num_parts: int = 40
     """Parts of the graph."""
     parts_per_batch: int = 10
@@ -123,6 +126,16 @@ class Historical(Method):
             return self
         return replace(self, num_parts=num_nodes, parts_per_batch=min(self.parts_per_batch, num_nodes))
 
+    def for_timing(self, folder: Path) -> Historical:
+        # The pass that fills the tables runs once per run, not per epoch.
+        return replace(self, warm_up=False, folder=None if self.folder is None else folder)
+
+    @classmethod
+    def forms(cls, model: GNN | Whole, folder: Path) -> Sequence[Historical]:
+        from hopline.nn.gnn import GNN
+
+        return (cls(), cls(folder=folder)) if isinstance(model, GNN) else ()
+
     def placement(self, requested: Placement) -> Placement:
         return with_graph_on_host(requested, "method=historical makes its batches on the host")
 
@@ -174,3 +187,20 @@ class Historical(Method):
         from hopline.methods.historical.loader import HistoricalLoader
 
         return HistoricalLoader(self, data, ids, model=model, seed=seed, device=device, world=world)
+
+
+def ClusterGCN(**settings: Any) -> Historical:
+    """Cluster-GCN: each batch is some parts of the graph and the edges among their nodes.
+
+    It is `hl.Historical(halo="drop")`, and takes its other settings. PyG's `ClusterData(num_parts=1500)` with
+    `ClusterLoader(batch_size=20)` is `hl.ClusterGCN(num_parts=1500, parts_per_batch=20)`.
+
+    Raises:
+        TypeError: `hl.Historical` has no such setting.
+        ValueError: A setting has a value that is not allowed.
+
+    Example:
+        >>> hl.ClusterGCN(num_parts=1500, parts_per_batch=20).halo
+        'drop'
+    """
+    return Historical(halo="drop", **settings)

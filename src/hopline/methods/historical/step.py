@@ -54,7 +54,11 @@ class HistoricalUnit(Unit):
 
     @property
     def weight(self) -> float:
-        return 0 if self.hist_batch is None else self.work.job.weight_of(self.hist_batch.batch)
+        """What the batch counts in the mean of a step: with compensation an equal share of all examples' weight."""
+        if self.hist_batch is None:
+            return 0
+        compensates = self.work.method.compensate
+        return self.work.mean_weight if compensates else self.work.job.weight_of(self.hist_batch.batch)
 
     @property
     def total_size(self) -> float | None:
@@ -72,7 +76,7 @@ class HistoricalUnit(Unit):
         if hist_batch is None or not self.has_gradient:
             self._forward_only()
             return torch.zeros((), device=job.device)
-        weight = self.weight
+        weight = job.weight_of(hist_batch.batch)
         self.report_ages(hist_batch)
 
         with autocast(job), trace.span("forward", job.device):

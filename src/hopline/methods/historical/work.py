@@ -187,6 +187,11 @@ class HistoricalWork(Work):
         unit_class = HistoricalUnit if self.guard is None else GuardedHistoricalUnit
         return unit_class(self, hist_batch, total)
 
+    @cached_property
+    def mean_weight(self) -> float:
+        """What the examples of a batch count in a mean, on average over the batches of an epoch."""
+        return self.job.weight_of_all / self.groups.num_groups
+
     def _num_examples(self, group: Group) -> int:
         return int(self._examples_of_parts[list(group)].sum())
 

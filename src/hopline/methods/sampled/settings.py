@@ -1,4 +1,4 @@
-"""`Sampled`, the settings of neighbour sampling, and `Auto`, which stands for the fastest method.
+"""`Sampled`, the settings of neighbour sampling.
 
 Settings are plain data. Torch is imported only where a method is bound to a job, so that help and errors
 about settings come at once.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from hopline.budget.plan import Budget, Outline, Plan
 from hopline.contract import Job, Method, Work
@@ -58,6 +58,8 @@ class Sampled(Method):
         >>> trainer.fit().finished, trainer.num_steps
         (True, 2)
     """
+
+    grows_with_graph: ClassVar[bool] = False
 
     fanouts: tuple[int, ...] | Literal["auto"] = "auto"
     """In-edges sampled per node, one number per layer, that of the seeds first. -1 takes all. Default: 15,
@@ -132,10 +134,13 @@ class Sampled(Method):
             batch_size=self.batch_size,
         )
 
-    def inference_batches(self, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
+    def inference_batches(self, job: Job, ids: Tensor | str, on_host: bool = False) -> Loader | CollectiveLoader:
         from hopline.methods.sampled.work import inference_batches
 
-        return inference_batches(self, job, ids)
+        return inference_batches(self, job, ids, on_host)
+
+    def num_hops(self, model: nn.Module) -> int:
+        return len(self.for_model(model).fanout_per_layer)
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         from hopline.methods.sampled.memory_plan import plan

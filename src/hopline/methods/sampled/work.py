@@ -90,8 +90,11 @@ def bind(method: Sampled, job: Job) -> Work:
     return SampledWork(job, loader)
 
 
-def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | CollectiveLoader:
-    """Batches whose seeds are `ids`, in the given order, for approximate inference."""
+def inference_batches(method: Sampled, job: Job, ids: Tensor | str, on_host: bool) -> Loader | CollectiveLoader:
+    """Batches whose seeds are `ids`, in the given order, for approximate inference.
+
+    on_host: whether they wait on the host. Those of a graph in shards always do.
+    """
     in_order = replace(method.for_model(job.model), shuffle=False, drop_last=False)
     if isinstance(job.data, ShardedData):
         # Made directly, because `Sampled.loader` takes no channel. The channel of the data is used again, so
@@ -107,7 +110,10 @@ def inference_batches(method: Sampled, job: Job, ids: Tensor) -> Loader | Collec
         )
     # The ids are those of this rank, so no other rank has a share of them.
     alone = World.alone(job.device)
-    return make_loader(in_order, job.data, ids, seed=job.seed, device=job.device, model=job.model, world=alone)
+    loader = make_loader(in_order, job.data, ids, seed=job.seed, device=job.device, model=job.model, world=alone)
+    if on_host and isinstance(loader, Loader):
+        return loader.with_budget(split_ahead=None, batches_on_host=True)
+    return loader
 
 
 def make_loader(
