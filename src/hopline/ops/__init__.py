@@ -36,7 +36,7 @@ from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.cpu.runtime import serial_here, start_threads
 from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.random import another_key, derive_key, draw_ids, layer_key, permutation, purpose_key
-from hopline.ops.reference import Children, Neighbors, SortedIdMap
+from hopline.ops.reference import Children, Neighbors, SortedIdMap, WeightedNeighbors
 from hopline.ops.tree_slots import Slots
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "IdMap",
     "Neighbors",
     "Slots",
+    "WeightedNeighbors",
     "add_rows",
     "another_key",
     "check_device_errors",
@@ -72,6 +73,7 @@ __all__ = [
     "row_entries",
     "sample_neighbors",
     "sample_tree",
+    "sample_weighted",
     "self_loops",
     "serial_here",
     "start_threads",
@@ -101,6 +103,33 @@ def sample_neighbors(
     """
     module = _twin(nodes, cpu_sampling, "sampling")
     return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace, draw_ids)
+
+
+def sample_weighted(
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    draw_ids: Tensor | None = None,
+) -> WeightedNeighbors:
+    """Up to `fanout` in-edges of each node by weight, without replacement. An edge of weight 0 is never drawn.
+
+    The chance of the next edge is its weight over the weights of those left. fanout: -1 takes all in-edges, those of
+    weight 0 too. weight: [num_edges] float32 or float64, where the graph is. The others as in `sample_neighbors`.
+
+    Raises ValueError if a weight of one of the nodes' edges is negative, NaN or infinite, or beyond
+    `reference.SMALLEST_WEIGHT` .. `reference.LARGEST_WEIGHT`.
+    """
+    if weight.shape != indices.shape or weight.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"the weights of draws must be float32 or float64 and [{indices.numel()}], one per edge, not "
+            f"{list(weight.shape)} {weight.dtype}"
+        )
+    # A fallback until `gpu` has a kernel of its own.
+    module: Any = cpu_sampling if _is_on_cpu(nodes) else reference
+    return module.sample_weighted(indptr, indices, weight, nodes, fanout, _key(nodes, key), draw_ids)
 
 
 def sample_tree(
