@@ -149,3 +149,82 @@ def test_weights_that_cannot_be_drawn_by_are_refused(bad: float) -> None:
 def test_weights_that_are_no_number_per_edge_are_refused(weight: Tensor) -> None:
     with pytest.raises(ValueError, match="one per edge"):
         ops.sample_weighted(torch.tensor([0, 3]), torch.zeros(3).long(), weight, torch.tensor([0]), 1, 1)
+
+
+# ---- LABOR
+
+
+def test_labor_draws_are_those_of_the_definition() -> None:
+    for dtype in (torch.int32, torch.int64):
+        indptr, indices = ugly_rows(dtype)
+        copies = ops.edge_copies(indptr, indices)
+        nodes = torch.cat([torch.arange(80), torch.tensor([7, 7, 3])])
+        for fanout in FANOUTS:
+            arguments = (indptr, indices, nodes, fanout, -(2**63), copies if fanout != 2 else None)
+            assert_same_draws(cpu_sampling.sample_labor(*arguments), reference.sample_labor(*arguments))
+    assert ops.sample_labor(indptr, indices, nodes[:0], 3, 1).ids.numel() == 0
+
+
+def test_copies_of_edges_are_counted() -> None:
+    indptr = torch.tensor([0, 0, 6, 7, 10])
+    indices = torch.tensor([3, 1, 3, 2, 1, 3, 3, 1, 1, 2])
+    expected = [0, 0, 1, 0, 1, 2, 0, 0, 1, 0]
+    for module in (ops, reference):
+        assert module.edge_copies(indptr, indices).tolist() == expected
+        assert module.edge_copies(torch.tensor([0, 3, 3, 5]), torch.tensor([4, 2, 3, 4, 5])) is None
+        assert module.edge_copies(torch.tensor([0]), torch.tensor([]).long()) is None
+    indptr, indices = ugly_rows()
+    ours, expected = cpu_sampling.edge_copies(indptr, indices), reference.edge_copies(indptr, indices)
+    assert ours is not None
+    assert expected is not None
+    assert_same_draws((ours,), (expected,))
+
+
+def labor_picks(row: list[int], fanout: int, count: int) -> Tensor:
+    """[count, fanout] places in one row that are drawn by many keys."""
+    indptr = torch.tensor([0, len(row)])
+    indices = torch.tensor(row)
+    copies = ops.edge_copies(indptr, indices)
+    node = torch.tensor([0])
+    keys = [derive_key(5, 1, step) for step in range(count)]
+    return torch.stack([ops.sample_labor(indptr, indices, node, fanout, key, copies).edge_ids for key in keys])
+
+
+@pytest.mark.parametrize("row", [[9, 3, 4, 7, 2], [9, 3, 9, 9, 2]], ids=["single", "copies"])
+def test_every_in_edge_is_as_likely_as_any_other_by_labor(row: list[int]) -> None:
+    count = 6000
+    positions = labor_picks(row, 2, count)
+    # Both picks of a node together vary less, by (d - k) / (d - 1).
+    assert_chi_square(torch.bincount(positions.view(-1), minlength=5), count * 2 / 5, 4, scale=4 / 3)
+    pairs = torch.bincount(positions[:, 0] * 5 + positions[:, 1], minlength=25).view(5, 5)
+    cells = pairs[~torch.eye(5, dtype=torch.bool)]
+    assert_chi_square(cells, count / 20, 19)
+
+
+def test_nodes_with_the_same_sources_draw_the_same_by_labor() -> None:
+    row = randint(0, 1000, 30)
+    order = torch.randperm(30)
+    indices = torch.cat([row, row[order]])
+    drawn = ops.sample_labor(torch.tensor([0, 30, 60]), indices, torch.tensor([0, 1]), 7, 8)
+    assert torch.equal(drawn.ids[:7], drawn.ids[7:])
+
+
+def test_labor_draws_fewer_distinct_sources_than_plain_sampling() -> None:
+    num_nodes = 300
+    indptr = torch.arange(num_nodes + 1) * 40
+    indices = randint(0, num_nodes, 40 * num_nodes)
+    nodes = torch.arange(num_nodes)
+    by_labor = [ops.sample_labor(indptr, indices, nodes[:60], 5, key).ids.unique().numel() for key in range(50)]
+    plain = [ops.sample_neighbors(indptr, indices, nodes[:60], 5, key).ids.unique().numel() for key in range(50)]
+    assert max(by_labor) < min(plain)
+    assert sum(by_labor) < 0.75 * sum(plain)
+
+
+def test_a_smaller_fanout_is_a_prefix_of_a_larger_by_labor() -> None:
+    indptr, indices = ugly_rows()
+    large = ops.sample_labor(indptr, indices, torch.arange(80), 12, 4)
+    for fanout in (1, 5, 11):
+        small = ops.sample_labor(indptr, indices, torch.arange(80), fanout, 4)
+        for node in range(80):
+            ours = small.edge_ids[small.indptr[node] : small.indptr[node + 1]]
+            assert torch.equal(ours, large.edge_ids[large.indptr[node] : large.indptr[node + 1]][:fanout])

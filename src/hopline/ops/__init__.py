@@ -52,6 +52,7 @@ __all__ = [
     "cross_entropy",
     "derive_key",
     "draw_ids",
+    "edge_copies",
     "gather_rows",
     "gpu_kernels",
     "group_by_key",
@@ -71,6 +72,7 @@ __all__ = [
     "relabel",
     "relu_dropout",
     "row_entries",
+    "sample_labor",
     "sample_neighbors",
     "sample_tree",
     "sample_weighted",
@@ -127,9 +129,30 @@ def sample_weighted(
             f"the weights of draws must be float32 or float64 and [{indices.numel()}], one per edge, not "
             f"{list(weight.shape)} {weight.dtype}"
         )
-    # A fallback until `gpu` has a kernel of its own.
-    module: Any = cpu_sampling if _is_on_cpu(nodes) else reference
+    module = _twin(nodes, cpu_sampling, "sampling")
     return module.sample_weighted(indptr, indices, weight, nodes, fanout, _key(nodes, key), draw_ids)
+
+
+def sample_labor(
+    indptr: Tensor,
+    indices: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    copies: Tensor | None = None,
+) -> Neighbors:
+    """Up to `fanout` in-edges of each node by LABOR: nodes with sources in common draw the same ones.
+
+    A draw depends on (key, source). fanout: -1 takes all in-edges. copies: `edge_copies` of the graph, where it is.
+    The others as in `sample_neighbors`.
+    """
+    module = _twin(nodes, cpu_sampling, "sampling")
+    return module.sample_labor(indptr, indices, nodes, fanout, _key(nodes, key), copies)
+
+
+def edge_copies(indptr: Tensor, indices: Tensor) -> Tensor | None:
+    """[num_edges] int32: how many earlier in-edges of its node have the source of each edge. None if none has any."""
+    return _twin(indices, cpu_sampling, "sampling").edge_copies(indptr, indices)
 
 
 def sample_tree(

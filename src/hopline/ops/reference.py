@@ -76,6 +76,8 @@ class WeightedNeighbors(NamedTuple):
     """[num_edges] float64: the probability with which each edge is drawn, given the keys of the others."""
 
 
+SIGN_BIT = -(1 << 63)
+"""Flipped in all numbers, it makes the order of int64 that of unsigned numbers."""
 SMALLEST_WEIGHT = 1e-300
 """Least weight above 0. The key of an edge of less might not be a finite number."""
 LARGEST_WEIGHT = 1e300
@@ -165,6 +167,42 @@ def sample_weighted(
     return WeightedNeighbors(
         out_indptr, indices[edge_ids], edge_ids, inclusion_of(weight[edge_ids], limits, out_indptr)
     )
+
+
+def sample_labor(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, copies: Tensor | None = None
+) -> Neighbors:
+    """Up to `fanout` in-edges of each node, those whose sources have the smallest numbers; all in order with -1.
+
+    The number of a source depends on the key and the source alone, so that nodes with sources in common draw the same
+    ones. A node's draws are as likely as those of `sample_neighbors`, and they nest.
+
+    This is LABOR-0 (Balin and Catalyuerek, 2023) in its sequential form: exactly min(fanout, in-degree) edges. The
+    published Poisson form draws every edge whose number is below fanout / in-degree, so that many in expectation.
+
+    copies: [num_edges], of `edge_copies`. Copy j of an edge has number j of its source's sequence. None: there are no
+    copies.
+    """
+    if fanout < 0:
+        return sample_neighbors(indptr, indices, nodes, fanout, key)
+    edge_ids, segment, _ = _entries(rows_of(indptr, nodes, nodes, key))
+    numbers = draw(key, indices[edge_ids], 0 if copies is None else copies[edge_ids].long())
+    order, rank = _by_key(numbers ^ SIGN_BIT, segment)  # as unsigned numbers
+    drawn = order[rank < fanout]
+    out_indptr = _offsets(segment[drawn], nodes.numel())
+    return Neighbors(out_indptr, indices[edge_ids[drawn]], edge_ids[drawn])
+
+
+def edge_copies(indptr: Tensor, indices: Tensor) -> Tensor | None:
+    """[num_edges] int32: how many earlier in-edges of its node have the source of each edge. None if none has any."""
+    segment = _destinations(indptr)
+    order, rank = _by_key(indices, segment)
+    is_first = torch.ones_like(rank, dtype=torch.bool)
+    is_first[1:] = (indices[order].diff() != 0) | (segment.diff() != 0)
+    run = is_first.long().cumsum(0) - 1  # which run of equal sources
+    copies = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+    copies[order] = (rank - rank[is_first][run]).int()
+    return copies if bool(copies.any()) else None
 
 
 class Children(NamedTuple):
