@@ -456,8 +456,8 @@ FAULTS: tuple[Fault, ...] = (
         name="edge weights are lost where sums are scaled",
         area="fused convs",
         file="src/hopline/nn/fused.py",
-        old="weight = factor if weight is None else weight * factor",
-        new="weight = factor",
+        old="weight = block.edge_factors if weight is None else weight * block.edge_factors",
+        new="weight = block.edge_factors",
         tests=("tests/nn/test_fused.py",),
     ),
     Fault(
