@@ -133,7 +133,7 @@ class Sampled(Method):
     def place(self, data: Dataset, requested: Placement, device: torch.device) -> Dataset:
         """The dataset, placed for a GPU.
 
-        If rows are cached there, they are those that these fan-outs read most often.
+        If rows are cached there, they are those that these fan-outs read most often in uniform draws.
         """
         from hopline.data.placement import place
 
