@@ -36,21 +36,32 @@ from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.cpu.runtime import serial_here, start_threads
 from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.random import another_key, derive_key, draw_ids, layer_key, permutation, purpose_key
-from hopline.ops.reference import Children, Neighbors, SortedIdMap
+from hopline.ops.reference import (
+    LARGEST_WEIGHT,
+    SMALLEST_WEIGHT,
+    Children,
+    Neighbors,
+    SortedIdMap,
+    WeightedNeighbors,
+)
 from hopline.ops.tree_slots import Slots
 
 __all__ = [
+    "LARGEST_WEIGHT",
+    "SMALLEST_WEIGHT",
     "AnyIdMap",
     "Children",
     "IdMap",
     "Neighbors",
     "Slots",
+    "WeightedNeighbors",
     "add_rows",
     "another_key",
     "check_device_errors",
     "cross_entropy",
     "derive_key",
     "draw_ids",
+    "edge_copies",
     "gather_rows",
     "gpu_kernels",
     "group_by_key",
@@ -70,8 +81,10 @@ __all__ = [
     "relabel",
     "relu_dropout",
     "row_entries",
+    "sample_labor",
     "sample_neighbors",
     "sample_tree",
+    "sample_weighted",
     "self_loops",
     "serial_here",
     "start_threads",
@@ -101,6 +114,54 @@ def sample_neighbors(
     """
     module = _twin(nodes, cpu_sampling, "sampling")
     return module.sample_neighbors(indptr, indices, nodes, fanout, _key(nodes, key), replace, draw_ids)
+
+
+def sample_weighted(
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    draw_ids: Tensor | None = None,
+) -> WeightedNeighbors:
+    """Up to `fanout` in-edges of each node by weight, without replacement. An edge of weight 0 is never drawn.
+
+    The chance of the next edge is its weight over the weights of those left. fanout: -1 takes all in-edges, those of
+    weight 0 too. weight: [num_edges] float32 or float64, where the graph is. The others as in `sample_neighbors`.
+
+    Raises ValueError if a weight of one of the nodes' edges is negative, NaN or infinite, or beyond
+    `SMALLEST_WEIGHT` .. `LARGEST_WEIGHT`.
+    """
+    if weight.shape != indices.shape or weight.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"the weights of draws must be float32 or float64 and [{indices.numel()}], one per edge, not "
+            f"{list(weight.shape)} {weight.dtype}"
+        )
+    module = _twin(nodes, cpu_sampling, "sampling")
+    return module.sample_weighted(indptr, indices, weight, nodes, fanout, _key(nodes, key), draw_ids)
+
+
+def sample_labor(
+    indptr: Tensor,
+    indices: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    copies: Tensor | None = None,
+) -> Neighbors:
+    """Up to `fanout` in-edges of each node by LABOR: nodes with sources in common draw the same ones.
+
+    A draw depends on (key, source). fanout: -1 takes all in-edges. copies: `edge_copies` of the graph, where it is.
+    The others as in `sample_neighbors`.
+    """
+    module = _twin(nodes, cpu_sampling, "sampling")
+    return module.sample_labor(indptr, indices, nodes, fanout, _key(nodes, key), copies)
+
+
+def edge_copies(indptr: Tensor, indices: Tensor) -> Tensor | None:
+    """[num_edges] int32: how many earlier in-edges of its node have the source of each edge. None if none has any."""
+    return _twin(indices, cpu_sampling, "sampling").edge_copies(indptr, indices)
 
 
 def sample_tree(

@@ -210,6 +210,11 @@ def permutation(key: int, size: int) -> Tensor:
     return torch.argsort(draw(key, torch.arange(size), 0), stable=True)
 
 
+def inside_unit(raw: Tensor) -> Tensor:
+    """float64 numbers above 0 and below 1, from the upper 53 bits of draws. Shaped like `raw`."""
+    return _shift_right(raw, 11).clamp(min=1).double() * 2.0**-53
+
+
 def uniform(raw: Tensor, bits: int) -> Tensor:
     """float64 numbers in [0, 1), from the lowest `bits` bits of draws. Shaped like `raw`."""
     return (raw & ((1 << bits) - 1)).double() / (1 << bits)

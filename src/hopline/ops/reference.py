@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hopline.ops.random import bounded, draw, draw_from, dropout_numbers, first_state
+from hopline.ops.random import bounded, draw, draw_from, dropout_numbers, first_state, inside_unit
 from hopline.ops.tree_slots import Slots
 
 
@@ -61,6 +61,32 @@ class Neighbors(NamedTuple):
     """[num_edges], dtype of the graph's indices: the source node of each edge."""
     edge_ids: Tensor
     """[num_edges] int64: the position of each edge in the graph's edge arrays."""
+
+
+class WeightedNeighbors(NamedTuple):
+    """In-edges of a list of nodes, drawn by weight and grouped by node."""
+
+    indptr: Tensor
+    """As in `Neighbors`."""
+    ids: Tensor
+    """As in `Neighbors`."""
+    edge_ids: Tensor
+    """As in `Neighbors`."""
+    inclusion: Tensor
+    """[num_edges] float64: the probability with which each edge is drawn, given the keys of the others."""
+
+
+SIGN_BIT = -(1 << 63)
+"""Flipped in all numbers, it makes the order of int64 that of unsigned numbers."""
+SMALLEST_WEIGHT = 1e-300
+"""Least weight above 0. The key of an edge of less might not be a finite number."""
+LARGEST_WEIGHT = 1e300
+"""Largest weight. The key of an edge of more might be 0."""
+WRONG_WEIGHT = (
+    f"a weight of a weighted draw is negative, NaN, infinite, or beyond {SMALLEST_WEIGHT:g} .. {LARGEST_WEIGHT:g}: "
+    "give every edge a finite weight, 0 for edges that are never drawn"
+)
+"""The error for an edge that cannot be drawn by its weight."""
 
 
 def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +128,81 @@ def sample_neighbors(
     is_drawn = torch.arange(drawn.size(1), device=nodes.device) < counts[:, None]
     edge_ids = drawn[is_drawn]
     return Neighbors(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), indices[edge_ids], edge_ids)
+
+
+def sample_weighted(
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int,
+    draw_ids: Tensor | None = None,
+) -> WeightedNeighbors:
+    """Up to `fanout` in-edges of each node by weight, without replacement, or all of them in order with -1.
+
+    The next edge of a node is drawn with a chance like its weight among those that are left. To that end every edge
+    gets a key, -log(u) / weight, where u is the number of its position in its node's sequence. Edges are drawn by
+    ascending keys (Efraimidis and Spirakis, 2006), and on a tie by position. So samples nest, as in
+    `sample_neighbors`. An edge of weight 0 is never drawn: a node may get fewer edges than the fan-out.
+
+    weight: [num_edges] float32 or float64, 0 or from `SMALLEST_WEIGHT` to `LARGEST_WEIGHT`.
+    """
+    if fanout < 0:
+        out_indptr, edge_ids = row_entries(indptr, nodes)
+        return WeightedNeighbors(out_indptr, indices[edge_ids], edge_ids, all_included(edge_ids))
+    segments = rows_of(indptr, nodes, nodes if draw_ids is None else draw_ids, key)
+    edge_ids, segment, place = _entries(segments)
+    w = weight[edge_ids].double()
+    if not bool(((w == 0) | ((w >= SMALLEST_WEIGHT) & (w <= LARGEST_WEIGHT))).all()):
+        raise ValueError(WRONG_WEIGHT)
+    keys = -torch.log(inside_unit(draw_from(segments.states[segment], place))) / w  # infinite for a weight of 0
+    order, rank = _by_key(keys, segment)
+    is_limit = order[rank == fanout]
+    limits = torch.full(nodes.shape, math.inf, dtype=torch.float64, device=nodes.device)
+    limits[segment[is_limit]] = keys[is_limit]
+    drawn = order[(rank < fanout) & (w[order] > 0)]
+    out_indptr = _offsets(segment[drawn], nodes.numel())
+    edge_ids = edge_ids[drawn]
+    return WeightedNeighbors(
+        out_indptr, indices[edge_ids], edge_ids, inclusion_of(weight[edge_ids], limits, out_indptr)
+    )
+
+
+def sample_labor(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, copies: Tensor | None = None
+) -> Neighbors:
+    """Up to `fanout` in-edges of each node, those whose sources have the smallest numbers; all in order with -1.
+
+    The number of a source depends on the key and the source alone, so that nodes with sources in common draw the same
+    ones. A node's draws are as likely as those of `sample_neighbors`, and they nest.
+
+    This is LABOR-0 (Balin and Catalyuerek, 2023) in its sequential form: exactly min(fanout, in-degree) edges. The
+    published Poisson form draws every edge whose number is below fanout / in-degree, so that many in expectation.
+
+    copies: [num_edges], of `edge_copies`. Copy j of an edge has number j of its source's sequence. None: there are no
+    copies.
+    """
+    if fanout < 0:
+        return sample_neighbors(indptr, indices, nodes, fanout, key)
+    edge_ids, segment, _ = _entries(rows_of(indptr, nodes, nodes, key))
+    numbers = draw(key, indices[edge_ids], 0 if copies is None else copies[edge_ids].long())
+    order, rank = _by_key(numbers ^ SIGN_BIT, segment)  # as unsigned numbers
+    drawn = order[rank < fanout]
+    out_indptr = _offsets(segment[drawn], nodes.numel())
+    return Neighbors(out_indptr, indices[edge_ids[drawn]], edge_ids[drawn])
+
+
+def edge_copies(indptr: Tensor, indices: Tensor) -> Tensor | None:
+    """[num_edges] int32: how many earlier in-edges of its node have the source of each edge. None if none has any."""
+    segment = _destinations(indptr)
+    order, rank = _by_key(indices, segment)
+    is_first = torch.ones_like(rank, dtype=torch.bool)
+    is_first[1:] = (indices[order].diff() != 0) | (segment.diff() != 0)
+    run = is_first.long().cumsum(0) - 1  # which run of equal sources
+    copies = torch.empty(indices.shape, dtype=torch.int32, device=indices.device)
+    copies[order] = (rank - rank[is_first][run]).int()
+    return copies if bool(copies.any()) else None
 
 
 class Children(NamedTuple):
@@ -189,6 +290,48 @@ def _draw(segments: Segments, fanout: int, replace: bool) -> tuple[Tensor, Tenso
         swap_target[:, j] = target
         swap_value[:, j] = value_at_j
     return counts, segments.starts[:, None] + picks
+
+
+def _entries(segments: Segments) -> tuple[Tensor, Tensor, Tensor]:
+    """([m], [m], [m]) int64 for all edges of all segments: position of the edge, its segment, its place in there."""
+    counts = segments.stops - segments.starts
+    segment = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+    first = counts.cumsum(0) - counts
+    place = torch.arange(segment.numel(), device=counts.device) - first[segment]
+    return segments.starts[segment] + place, segment, place
+
+
+def _by_key(keys: Tensor, segment: Tensor) -> tuple[Tensor, Tensor]:
+    """(order, rank): the entries sorted by segment, key and position, and the rank of each in its segment."""
+    order = torch.argsort(keys, stable=True)
+    order = order[torch.argsort(segment[order], stable=True)]
+    num_segments = int(segment[-1]) + 1 if segment.numel() else 0
+    first = _offsets(segment, num_segments)[segment]  # segments are ascending, before and after
+    return order, torch.arange(segment.numel(), device=keys.device) - first
+
+
+def _offsets(groups: Tensor, num_groups: int) -> Tensor:
+    """[num_groups + 1] int64: where each group begins and ends among ascending `groups`."""
+    counts = torch.bincount(groups, minlength=num_groups)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def inclusion_of(weight: Tensor, limits: Tensor, indptr: Tensor) -> Tensor:
+    """[num_edges] float64: the probability that the key of each drawn edge lies below the limit of its node.
+
+    Divided by these probabilities, values at the drawn edges have a sum whose expectation is that over all edges of
+    positive weight. For given keys of the others, an edge is drawn if its own key lies below the limit.
+
+    weight: [num_edges], of the drawn edges. indptr: [n + 1]. limits: [n] float64: the smallest key of each node that
+    is not drawn, infinite if all edges of positive weight are.
+    """
+    limit = torch.repeat_interleave(limits, indptr.diff(), output_size=weight.numel())
+    return -torch.expm1(-weight.double() * limit)
+
+
+def all_included(edge_ids: Tensor) -> Tensor:
+    """[num_edges] float64: ones, for edges that are all taken."""
+    return torch.ones(edge_ids.shape, dtype=torch.float64, device=edge_ids.device)
 
 
 def relabel(seeds: Tensor, neighbors: Tensor) -> tuple[Tensor, Tensor]:

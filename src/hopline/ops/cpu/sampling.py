@@ -13,6 +13,8 @@ A draw is over a *segment*: a run start .. stop - 1 of the edge array, with a st
 finds them, one per node or slot, and the kernels `_draw_...` know nothing else of the graph:
 
     indptr, nodes  --_find_segments-->  starts, stops, states  --_draw_distinct, _draw_repeated-->  edge_ids
+                                                               --_draw_weighted-->  edge_ids, limits
+                           starts, stops, indices              --_draw_by_source-->  edge_ids
 
 Random numbers. A segment's draws are the outputs of a SplitMix64 generator that starts at its state,
 mix(key ^ node id), or mix(key ^ slot) in a tree. So a sample does not depend on threads or on the other nodes
@@ -43,8 +45,22 @@ from torch import Tensor
 from hopline.ops import reference
 from hopline.ops.cpu.page_cache import in_order_of_file, is_cold
 from hopline.ops.cpu.runtime import GOLDEN, bounded, kernel, mix, prefetch
-from hopline.ops.reference import Children, Neighbors
+from hopline.ops.reference import (
+    LARGEST_WEIGHT,
+    SMALLEST_WEIGHT,
+    WRONG_WEIGHT,
+    Children,
+    Neighbors,
+    WeightedNeighbors,
+    all_included,
+    inclusion_of,
+)
 from hopline.ops.tree_slots import Slots
+
+# Numba turns a shift of uint64 by int64 into float64.
+_U1 = np.uint64(1)
+_U11 = np.uint64(11)
+_LARGEST = np.uint64((1 << 64) - 1)
 
 # ---- iterations between the prefetch of a cache line and its use, by what a loop runs over. Rules of thumb.
 
@@ -242,6 +258,115 @@ def _draw_distinct(starts, stops, states, fanout, out_starts, edge_ids):
 
 
 @kernel
+def _replace_first(keys, places, size, key, place):
+    """Put (key, place) into a heap instead of its first entry, which is the largest by key, then by place.
+
+    The heap is the first `size` of keys and places: entries 2i + 1 and 2i + 2 are not larger than entry i.
+    """
+    hole = 0
+    while 2 * hole + 1 < size:
+        child = 2 * hole + 1
+        if child + 1 < size and (
+            keys[child + 1] > keys[child] or (keys[child + 1] == keys[child] and places[child + 1] > places[child])
+        ):
+            child += 1
+        if keys[child] < key or (keys[child] == key and places[child] < place):
+            break
+        keys[hole] = keys[child]
+        places[hole] = places[child]
+        hole = child
+    keys[hole] = key
+    places[hole] = place
+
+
+@kernel
+def _sort_heap(keys, places, size):
+    """Sort the entries of a heap by key, then by place."""
+    for last in range(size - 1, 0, -1):
+        key = keys[0]
+        place = places[0]
+        _replace_first(keys, places, last, keys[last], places[last])
+        keys[last] = key
+        places[last] = place
+
+
+@kernel
+def _draw_weighted(starts, stops, states, weight, fanout, out_indptr, edge_ids, limits):
+    """Draw from each segment the edges with the smallest keys, as `reference.sample_weighted` defines them.
+
+    Fills out_indptr[1:], the first out_indptr[-1] of edge_ids, and limits, the smallest keys that are not drawn.
+    Returns whether all weights are allowed. A heap holds the smallest keys so far, one more than are drawn.
+    """
+    keys = np.empty(fanout + 1, dtype=np.float64)
+    places = np.empty(fanout + 1, dtype=np.int64)
+    total = 0
+    num_segments = starts.shape[0]
+    for i in range(num_segments):
+        if i + NODES_AHEAD < num_segments:
+            prefetch(weight, starts[i + NODES_AHEAD])
+        degree = stops[i] - starts[i]
+        size = min(degree, fanout) + 1
+        keys[:size] = np.inf
+        places[:size] = degree
+        state = states[i]
+        for place in range(degree):
+            state += GOLDEN
+            w = np.float64(weight[starts[i] + place])
+            if w == 0:
+                continue
+            if not (w >= SMALLEST_WEIGHT and w <= LARGEST_WEIGHT):  # NaN is neither
+                return False
+            u = np.float64(max(mix(state) >> _U11, _U1)) * 2.0**-53
+            # A logarithm costs more than the rest of the loop, and -log(u) is at least 1 - u. The margin is for
+            # rounding.
+            if (1 - u) * (1 - 1e-9) > keys[0] * w:
+                continue
+            key = -np.log(u) / w
+            if key < keys[0]:  # of equal keys the earlier one is in the heap
+                _replace_first(keys, places, size, key, place)
+        _sort_heap(keys, places, size)
+        limits[i] = keys[size - 1]
+        for j in range(size - 1):
+            if keys[j] < np.inf:
+                edge_ids[total] = starts[i] + places[j]
+                total += 1
+        out_indptr[i + 1] = total
+    return True
+
+
+@kernel
+def _draw_by_source(starts, stops, indices, copies, key, fanout, out_starts, edge_ids):
+    """Draw from each segment the edges whose sources have the smallest numbers, as `reference.sample_labor` does.
+
+    copies: [num_edges], or empty if no edge has a copy. out_starts: as in `_draw_distinct`.
+    """
+    numbers = np.empty(fanout, dtype=np.uint64)
+    places = np.empty(fanout, dtype=np.int64)
+    num_segments = starts.shape[0]
+    for i in range(num_segments):
+        if i + NODES_AHEAD < num_segments:
+            prefetch(indices, starts[i + NODES_AHEAD])
+        degree = stops[i] - starts[i]
+        size = min(degree, fanout)
+        if size == 0:
+            continue
+        numbers[:size] = _LARGEST
+        places[:size] = degree
+        for place in range(degree):
+            edge = starts[i] + place
+            state = mix(np.uint64(key) ^ np.uint64(indices[edge])) + GOLDEN
+            if copies.shape[0]:
+                state += GOLDEN * np.uint64(copies[edge])
+            number = mix(state)
+            # The second case is the largest number of all, met before the heap is full.
+            if number < numbers[0] or (number == numbers[0] and place < places[0]):
+                _replace_first(numbers, places, size, number, place)
+        _sort_heap(numbers, places, size)
+        for j in range(size):
+            edge_ids[out_starts[i] + j] = starts[i] + places[j]
+
+
+@kernel
 def _take(values, positions, out):
     """out[e] = values[positions[e]]."""
     size = positions.shape[0]
@@ -272,6 +397,86 @@ def sample_neighbors(
         draw(*segments, fanout, out_indptr, positions)
     edge_ids = torch.from_numpy(positions)
     return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, edge_ids), edge_ids)
+
+
+def sample_weighted(
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int,
+    draw_ids: Tensor | None = None,
+) -> WeightedNeighbors:
+    """Up to `fanout` in-edges of each node by weight, all of them with -1; as `reference.sample_weighted`."""
+    if fanout < 0:
+        drawn = sample_neighbors(indptr, indices, nodes, fanout, key)
+        return WeightedNeighbors(*drawn, all_included(drawn.edge_ids))
+    segments = _segments(indptr, nodes, nodes if draw_ids is None else draw_ids, key, indices.numel())
+    out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
+    limits = np.empty(nodes.numel(), dtype=np.float64)
+    # An upper bound: edges of weight 0 are not drawn.
+    positions = np.empty(np.minimum(segments.stops - segments.starts, fanout).sum(), dtype=np.int64)
+    if not _draw_weighted(*segments, weight.numpy(), fanout, out_indptr, positions, limits):
+        raise ValueError(WRONG_WEIGHT)
+    edge_ids = torch.from_numpy(positions[: out_indptr[-1]])
+    offsets = torch.from_numpy(out_indptr)
+    inclusion = inclusion_of(gather_rows(weight, edge_ids), torch.from_numpy(limits), offsets)
+    return WeightedNeighbors(offsets, gather_rows(indices, edge_ids), edge_ids, inclusion)
+
+
+def sample_labor(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int, copies: Tensor | None = None
+) -> Neighbors:
+    """Up to `fanout` in-edges of each node, chosen by their sources' numbers; as `reference.sample_labor`."""
+    if fanout < 0:
+        return sample_neighbors(indptr, indices, nodes, fanout, key)
+    segments = _segments(indptr, nodes, nodes, key, indices.numel())
+    out_indptr = np.zeros(nodes.numel() + 1, dtype=np.int64)
+    _count(segments.starts, segments.stops, fanout, False, out_indptr)
+    positions = np.empty(out_indptr[-1], dtype=np.int64)
+    copy_numbers = np.empty(0, dtype=np.int32) if copies is None else copies.numpy()
+    _draw_by_source(
+        *(segments.starts, segments.stops, indices.numpy(), copy_numbers, np.int64(key), fanout, out_indptr, positions)
+    )
+    edge_ids = torch.from_numpy(positions)
+    return Neighbors(torch.from_numpy(out_indptr), gather_rows(indices, edge_ids), edge_ids)
+
+
+@kernel
+def _find_copies(indptr, indices, copies):
+    """Write the number of earlier edges with the same source, within each row, to `copies` if it is not empty.
+
+    Returns whether there is one.
+    """
+    found = False
+    for node in range(indptr.shape[0] - 1):
+        row = indices[indptr[node] : indptr[node + 1]]
+        is_sorted = True
+        for j in range(1, row.shape[0]):
+            is_sorted &= row[j - 1] <= row[j]
+        order = np.arange(0) if is_sorted else np.argsort(row, kind="mergesort")
+        run = 0  # earlier edges of the same source
+        for j in range(1, row.shape[0]):
+            here = j if is_sorted else order[j]
+            before = j - 1 if is_sorted else order[j - 1]
+            run = run + 1 if row[here] == row[before] else 0
+            if run and copies.shape[0] == 0:
+                return True
+            if run:
+                found = True
+                copies[indptr[node] + here] = run
+    return found
+
+
+def edge_copies(indptr: Tensor, indices: Tensor) -> Tensor | None:
+    """[num_edges] int32: how many earlier in-edges of its node have each edge's source; None if none has any."""
+    # The first call ends at the first copy. Most graphs have none, and get no array.
+    if not _find_copies(indptr.numpy(), indices.numpy(), np.empty(0, dtype=np.int32)):
+        return None
+    copies = np.zeros(indices.numel(), dtype=np.int32)
+    _find_copies(indptr.numpy(), indices.numpy(), copies)
+    return torch.from_numpy(copies)
 
 
 def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,6 +32,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hopline.ops import random
+from hopline.ops.reference import WRONG_WEIGHT
 
 GOLDEN = tl.constexpr(random.GOLDEN)
 """Increment of SplitMix64 from draw to draw."""
@@ -148,6 +149,7 @@ _ERRORS: tuple[tuple[type[Exception], str], ...] = (
     (IndexError, "a row id is outside its table"),
     (IndexError, "an edge's source is outside the rows, or indptr does not fit the edges"),
     (IndexError, "a group is outside the number of groups"),
+    (ValueError, WRONG_WEIGHT),
 )
 
 # ---- kinds of errors: positions in `_ERRORS` and in the flags of a device
@@ -162,6 +164,8 @@ EDGE_ERROR = tl.constexpr(3)
 """An edge's source is outside the rows, or indptr does not fit the edges."""
 GROUP_ERROR = tl.constexpr(4)
 """A group is outside the number of groups."""
+WEIGHT_ERROR = tl.constexpr(5)
+"""A weight of a weighted draw is not allowed."""
 
 _flags: dict[torch.device, Tensor] = {}
 """The error flags of each device: [number of kinds] int32. Owned by this module, for the life of the process.

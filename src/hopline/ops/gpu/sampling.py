@@ -19,6 +19,8 @@ Sampling takes three passes, because the size of the result depends on the degre
 The host synchronises once per call, in the second pass, since it must allocate the result. One lane of a
 program draws for one node: O(fanout) registers and O(fanout ** 2) comparisons, whatever the degree.
 
+Draws by weight or by source (`_smallest_kernel`) give a program to each node, which looks at all of its in-edges.
+
 `DeviceIdMap` maps global ids to local ids without a hash table. One int64 *stamp* per node of the graph holds
 
     bits 32 and up   the step in which the node was last seen
@@ -50,6 +52,7 @@ from hopline.ops.gpu.runtime import (
     INDEX_ERROR,
     NODE_ERROR,
     ROW_ERROR,
+    WEIGHT_ERROR,
     bounded,
     check_readable,
     draw_distinct,
@@ -62,7 +65,15 @@ from hopline.ops.gpu.runtime import (
     read_with_errors,
     report,
 )
-from hopline.ops.reference import Neighbors, SortedIdMap
+from hopline.ops.reference import (
+    LARGEST_WEIGHT,
+    SMALLEST_WEIGHT,
+    Neighbors,
+    SortedIdMap,
+    WeightedNeighbors,
+    all_included,
+    inclusion_of,
+)
 
 NODES_AT_ONCE = 128
 """Nodes per program of the sampling kernels: one per thread, with Triton's default of four warps."""
@@ -73,6 +84,9 @@ UNROLLED_FANOUT = 25
 Larger fan-outs use `_distinct_many_kernel`, which has a loop and keeps the swaps of a node in a row of a
 2-D block.
 """
+
+ROW_EDGES = 128
+"""In-edges of a node that a program of the draws by keys looks at together."""
 
 GATHER_WORDS = 2048
 """Machine words that a program of `gather_rows` loads at once."""
@@ -276,6 +290,159 @@ def sample_neighbors(
             block = max(1, 2048 // columns)
             _distinct_many_kernel[(triton.cdiv(num, block),)](*arguments, fanout, COLUMNS=columns, BLOCK=block)
     return Neighbors(out_indptr, ids, edge_ids)
+
+
+_NO_KEY = tl.constexpr((1 << 63) - 1)
+"""Not below any key."""
+_INFINITE = tl.constexpr(0x7FF0000000000000)
+"""The bits of an infinite float64."""
+_SMALLEST_WEIGHT = tl.constexpr(SMALLEST_WEIGHT)
+_LARGEST_WEIGHT = tl.constexpr(LARGEST_WEIGHT)
+
+
+@triton.jit
+def _weighted_keys(weight, edge, place, state, is_edge, flags):
+    """(int64 key, whether it has one) of some in-edges of a node. The bits of positive float64 have their order."""
+    w = tl.load(weight + edge, mask=is_edge, other=0).to(tl.float64)
+    is_allowed = (w == 0) | ((w >= _SMALLEST_WEIGHT) & (w <= _LARGEST_WEIGHT))
+    report(flags, WEIGHT_ERROR, is_edge & (is_allowed == 0))
+    raw = mix(state + GOLDEN * (place + 1).to(tl.uint64))
+    u = tl.maximum((raw >> 11).to(tl.int64), 1).to(tl.float64) * 1.1102230246251565e-16  # 2 ** -53
+    has_key = is_edge & is_allowed & (w > 0)
+    key = -tl.log(u) / tl.where(has_key, w, 1.0)
+    return key.to(tl.int64, bitcast=True), has_key
+
+
+@triton.jit
+def _source_keys(indices, copies, edge, key, is_edge, HAS_COPIES: tl.constexpr):
+    """int64 keys of some in-edges of a node by their sources, in the order of unsigned numbers."""
+    source = tl.load(indices + edge, mask=is_edge, other=0).to(tl.int64)
+    state = first_state(key, source) + GOLDEN
+    if HAS_COPIES:
+        state += GOLDEN * tl.load(copies + edge, mask=is_edge, other=0).to(tl.uint64)
+    return (mix(state) ^ 0x8000000000000000).to(tl.int64, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["fanout"])
+def _smallest_kernel(
+    indices, values, draw_ids, starts, degrees, out_indptr, key, edge_ids, limits, flags, fanout,
+    WEIGHTED: tl.constexpr, HAS_COPIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draws the in-edges of a node with the smallest keys, by weight or by source. Program p draws for node p.
+
+    It passes over the row once for every draw, and computes its keys each time: nothing of a long row is kept.
+
+    values: the weight of each edge, or its number among copies. edge_ids: -1 where a node has fewer edges with a key.
+    limits: the bits of the smallest key that is not drawn, for weighted draws.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts + i)
+    degree = tl.load(degrees + i)
+    offset = tl.load(out_indptr + i)
+    the_key = tl.load(key)
+    state = first_state(the_key, tl.load(draw_ids + i).to(tl.int64))
+    size = tl.minimum(degree, fanout)
+    last_key = tl.full((), -(1 << 63), tl.int64)
+    last_place = tl.full((), -1, tl.int32)
+    for j in range(size + 1):
+        best_key = tl.full((), _NO_KEY, tl.int64)
+        best_place = degree
+        for first in range(0, degree, BLOCK):
+            place = first + tl.arange(0, BLOCK)
+            has_key = place < degree
+            if WEIGHTED:
+                keys, has_key = _weighted_keys(values, start + place, place, state, has_key, flags)
+            else:
+                keys = _source_keys(indices, values, start + place, the_key, has_key, HAS_COPIES)
+            is_left = has_key & ((keys > last_key) | ((keys == last_key) & (place > last_place)))
+            least = tl.min(tl.where(is_left, keys, _NO_KEY), axis=0)
+            least_place = tl.min(tl.where(is_left & (keys == least), place, degree), axis=0)
+            is_better = (least < best_key) | ((least == best_key) & (least_place < best_place))
+            best_key = tl.where(is_better, least, best_key)
+            best_place = tl.where(is_better, least_place, best_place)
+        is_found = best_place < degree
+        tl.store(edge_ids + offset + j, tl.where(is_found, start + best_place, -1), mask=j < size)
+        if WEIGHTED:
+            tl.store(limits + i, tl.where(is_found, best_key, _INFINITE), mask=j == size)
+        last_key = best_key
+        last_place = best_place
+
+
+def _draw_smallest(
+    indptr: Tensor,
+    indices: Tensor,
+    values: Tensor | None,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    keyed_by: Tensor,
+    weighted: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out_indptr, edge_ids, limits) of draws by keys. edge_ids has -1 where a node has fewer edges with a key.
+
+    values: as in `_smallest_kernel`; None: no edge has a copy. keyed_by: [n], the ids that decide the states.
+    """
+    indptr = indptr.contiguous()
+    nodes = nodes.contiguous()
+    given = indices if values is None else values.contiguous()
+    check_readable("the graph", indptr, indices, given)
+    num = nodes.numel()
+    device = nodes.device
+    starts, degrees, out_indptr, total = _count(indptr, nodes, indices.numel(), fanout, False)
+    edge_ids = torch.empty(total, dtype=torch.int64, device=device)
+    limits = torch.empty(num, dtype=torch.int64, device=device)
+    if num:
+        with launch_on(device):
+            _smallest_kernel[(num,)](
+                *(indices.contiguous(), given, keyed_by.contiguous(), starts, degrees, out_indptr),
+                *(key_on(device, key), edge_ids, limits, error_flags(device), fanout),
+                WEIGHTED=weighted,
+                HAS_COPIES=values is not None and not weighted,
+                BLOCK=ROW_EDGES,
+                num_warps=1,
+            )
+    return out_indptr, edge_ids, limits.view(torch.float64)
+
+
+def sample_weighted(
+    indptr: Tensor,
+    indices: Tensor,
+    weight: Tensor,
+    nodes: Tensor,
+    fanout: int,
+    key: int | Tensor,
+    draw_ids: Tensor | None = None,
+) -> WeightedNeighbors:
+    """`reference.sample_weighted` on the device. Synchronises three times, to learn numbers of edges."""
+    if fanout < 0:
+        drawn = sample_neighbors(indptr, indices, nodes, fanout, key)
+        return WeightedNeighbors(*drawn, all_included(drawn.edge_ids))
+    keyed_by = nodes if draw_ids is None else draw_ids
+    offsets, edge_ids, limits = _draw_smallest(indptr, indices, weight, nodes, fanout, key, keyed_by, weighted=True)
+    # A node with edges of weight 0 may have got fewer than its share of the array.
+    is_drawn = edge_ids >= 0
+    num_before = torch.cat([offsets.new_zeros(1), is_drawn.cumsum(0)])
+    out_indptr = num_before[offsets]
+    read_with_errors(num_before[-1:])
+    edge_ids = edge_ids[is_drawn]
+    inclusion = inclusion_of(gather_rows(weight, edge_ids), limits, out_indptr)
+    return WeightedNeighbors(out_indptr, gather_rows(indices, edge_ids), edge_ids, inclusion)
+
+
+def sample_labor(
+    indptr: Tensor, indices: Tensor, nodes: Tensor, fanout: int, key: int | Tensor, copies: Tensor | None = None
+) -> Neighbors:
+    """`reference.sample_labor` on the device. Synchronises once, to learn the number of edges."""
+    if fanout < 0:
+        return sample_neighbors(indptr, indices, nodes, fanout, key)
+    out_indptr, edge_ids, _ = _draw_smallest(indptr, indices, copies, nodes, fanout, key, nodes, weighted=False)
+    return Neighbors(out_indptr, gather_rows(indices, edge_ids), edge_ids)
+
+
+def edge_copies(indptr: Tensor, indices: Tensor) -> Tensor | None:
+    """`reference.edge_copies`, by the CPU: it is computed once for a graph."""
+    copies = cpu_sampling.edge_copies(indptr.cpu(), indices.cpu())
+    return None if copies is None else copies.to(indices.device)
 
 
 def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:
