@@ -66,7 +66,8 @@ def changed_keys(settings: Any) -> list[str]:
         is_nested = dataclasses.is_dataclass(value) and not isinstance(value, type)
         if not is_nested:
             if value != default:
-                changed.append(name)
+                # An object that is no settings is stored by its class.
+                changed += [f"{name}.{key}" for key in stored] if isinstance(stored, Mapping) else [name]
             continue
         # `to_dict` stores a kind where the field's annotation leaves a choice of classes.
         if "kind" in stored and type(value) is not type(default):

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hopline.budget.plan import Budget
-from hopline.contract import Job, Method, Work
+from hopline.contract import BlockSampler, Job, Method, SamplerSettings, Work
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import dgl_config, is_dataset
 from hopline.data.placement_settings import Placement
@@ -31,6 +31,9 @@ from hopline.tasks.settings import Classification, Regression
 from hopline.training.settings import TrainSettings
 from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings, to_dict
 from hopline.util.files import check_file
+
+if TYPE_CHECKING:  # settings need no torch
+    from hopline.core.graph import Graph
 
 PREDICTIONS = (".csv", ".parquet", ".npy")
 """Suffixes of files that predictions are written to."""
@@ -154,8 +157,8 @@ class InferConfig(LaunchSettings):
     has forward(x, edge_index) alone. Default: the number of the run's fan-outs, or the whole graph where
     these are too few."""
     trust: bool = False
-    """Permission to import and run the module that config.json names for the model
-    (model=package.module:function)."""
+    """Permission to import and run the modules that config.json names: of the model
+    (model=package.module:function) and of the sampler (method.sampler=package.module:Class)."""
     out: Path | None = None
     """The file to write: .csv or .parquet with a column of ids, or .npy with the values alone. Default:
     RUN/predictions.csv."""
@@ -187,8 +190,8 @@ class EvaluateConfig:
     chunk_bytes: str | int | None = None
     """Memory for the chunks of a layer, such as 2GiB. Default: chunks of a million edges, more on a GPU."""
     trust: bool = False
-    """Permission to import and run the module that config.json names for the model
-    (model=package.module:function)."""
+    """Permission to import and run the modules that config.json names: of the model
+    (model=package.module:function) and of the sampler (method.sampler=package.module:Class)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -262,11 +265,26 @@ class NotImported(Method):
         raise ValueError(f"the run was trained by a method of its user: type method={self.name}")
 
 
-def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
+@settings
+class NotImportedSampler(SamplerSettings):
+    """A sampler of the user that a run folder names, as `NotImported` is a method."""
+
+    name: str
+    """The sampler as it was typed: package.module:Class."""
+
+    def bind(self, graph: Graph) -> BlockSampler:
+        raise ValueError(
+            f"the run sampled by {self.name}, which would be imported and run: add trust=true if that is your code or "
+            "you have read it"
+        )
+
+
+def load_config(folder: Path, *, own_method: str = "", own_sampler: str | None = "") -> RunConfig:
     """Return the settings of an earlier run, from config.json in its folder.
 
     own_method: the one method of the user ("package.module:Class") that may be imported, because the
         command names it too. Any other becomes `NotImported`, since the folder may come from somebody else.
+    own_sampler: the same for the method's sampler. None: any may be imported.
 
     Raises:
         ValueError: The folder is no run folder, or config.json is damaged or holds other settings.
@@ -280,16 +298,29 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
     # A program may give a Trainer a RunConfig, and what it has no field for: gradients=, an optimizer of its own.
     config = {key: value for key, value in config.items() if key not in ("gradients", "own")}
     method = config.get("method")
+    sampler = method.get("sampler") if isinstance(method, Mapping) else None
+    is_left_out = isinstance(sampler, Mapping) and own_sampler not in (None, sampler.get("kind"))
     try:
-        kind = str(method.get("kind", "")) if isinstance(method, Mapping) else ""
-        if ":" not in kind or kind == own_method:
-            return from_dict(RunConfig, config)
-        without_method = {key: value for key, value in config.items() if key != "method"}
-        return replace(from_dict(RunConfig, without_method), method=NotImported(name=kind))
+        if not is_left_out:
+            return _from_config(config, own_method)
+        loaded = _from_config({**config, "method": {**config["method"], "sampler": None}}, own_method)
+        if not isinstance(loaded.method, Sampled):
+            return loaded
+        return replace(loaded, method=replace(loaded.method, sampler=NotImportedSampler(name=sampler["kind"])))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder / 'config.json'} does not hold the settings of a `hopline train` run: {error}"
         ) from error
+
+
+def _from_config(config: Mapping[str, Any], own_method: str) -> RunConfig:
+    """The settings of config.json. A method of the user's but `own_method` becomes `NotImported`."""
+    method = config.get("method")
+    kind = str(method.get("kind", "")) if isinstance(method, Mapping) else ""
+    if ":" not in kind or kind == own_method:
+        return from_dict(RunConfig, config)
+    without_method = {key: value for key, value in config.items() if key != "method"}
+    return replace(from_dict(RunConfig, without_method), method=NotImported(name=kind))
 
 
 def is_run_of_trainer(folder: Path) -> bool:
@@ -311,7 +342,7 @@ def load_trusted(folder: Path, trust: bool) -> RunConfig:
     Raises:
         ValueError: The settings cannot be read, or the model needs `trust`.
     """
-    config = load_config(folder)
+    config = load_config(folder, own_sampler=None if trust else "")
     if ":" in config.model.name and not trust:
         module = config.model.name.partition(":")[0]
         raise ValueError(

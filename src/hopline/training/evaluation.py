@@ -179,7 +179,9 @@ def hops_by_fanouts(model: GNN | Whole, data: Dataset, method: Method) -> int | 
     has_features = "x" in data.tables
     if not (isinstance(model, Whole) and isinstance(method, Sampled) and has_features):
         return None
-    num_hops = len(method.for_model(model).fanout_per_layer)
+    num_hops = method.num_hops(model)
+    if num_hops is None:
+        return None
     reach = find_reach(model, num_hops, data.x, data.graph.edge)
     return None if reach.part_hops is None else num_hops
 
@@ -233,9 +235,9 @@ def whole_notes(job: Job, method: Method, part_hops: int | None, *, evaluates: b
     approximation = ""
     evaluation = ""
     reason = ""
-    if isinstance(method, Sampled):
+    num_hops = method.num_hops(job.model) if isinstance(method, Sampled) else None
+    if num_hops is not None:
         name = type(job.model.module).__name__
-        num_hops = len(method.for_model(job.model).fanout_per_layer)
         reach = find_reach(job.model, num_hops, job.data.x, job.data.graph.edge)
         reason = reach.reason
         at_border = (

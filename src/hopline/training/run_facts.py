@@ -157,6 +157,9 @@ class Fingerprints:
             "method": type(trainer.requested_method),
             "Trainer": type(trainer),
         }
+        sampler = getattr(trainer.requested_method, "sampler", None)
+        if sampler is not None:
+            own["sampler"] = type(sampler)
         if trainer.own_optimizer is not None:
             own["optimizer"] = trainer.own_optimizer.parts(model)
         if trainer.own_schedule is not None:
