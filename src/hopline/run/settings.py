@@ -299,14 +299,14 @@ def load_config(folder: Path, *, own_method: str = "", own_sampler: str | None =
     config = {key: value for key, value in config.items() if key not in ("gradients", "own")}
     method = config.get("method")
     sampler = method.get("sampler") if isinstance(method, Mapping) else None
-    is_left_out = isinstance(sampler, Mapping) and own_sampler not in (None, sampler.get("kind"))
+    sampler_name = str(sampler.get("kind", "")) if isinstance(sampler, Mapping) else ""
     try:
-        if not is_left_out:
+        if sampler_name == own_sampler or not sampler_name or own_sampler is None:
             return _from_config(config, own_method)
         loaded = _from_config({**config, "method": {**config["method"], "sampler": None}}, own_method)
         if not isinstance(loaded.method, Sampled):
             return loaded
-        return replace(loaded, method=replace(loaded.method, sampler=NotImportedSampler(name=sampler["kind"])))
+        return replace(loaded, method=replace(loaded.method, sampler=NotImportedSampler(name=sampler_name)))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder / 'config.json'} does not hold the settings of a `hopline train` run: {error}"

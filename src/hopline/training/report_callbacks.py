@@ -402,5 +402,7 @@ def format_changed(settings: Any) -> str:
     for field in fields(settings):
         value = getattr(settings, field.name)
         if value != field.default:
-            changed.append(f"{field.name}={value!r}")
+            # An object without a `repr` of its own would be shown with its address.
+            has_repr = type(value).__repr__ is not object.__repr__
+            changed.append(f"{field.name}={value!r}" if has_repr else f"{field.name}={type(value).__name__}(...)")
     return f"{type(settings).__name__}({', '.join(changed)})"

@@ -237,7 +237,7 @@ def _to_json(value: Any, annotation: Any) -> Any:
     The annotation decides whether a "kind" is needed to read it back.
     """
     if _is_bare(value, annotation):
-        # Of an object that is no settings, public attributes that JSON can hold stand for them.
+        # Of an object that is no settings, public attributes that are plain and immutable stand for them.
         plain = {name: _to_json(item, Any) for name, item in _attributes(value) if _is_plain(item)}
         return {"kind": name_of_class(type(value))} | plain
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -258,8 +258,8 @@ def _attributes(value: Any) -> list[tuple[str, Any]]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or None, or a tuple or list of these."""
-    if isinstance(value, tuple | list):
+    """Whether a value is a number, a text or None, or a tuple of these."""
+    if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
 

@@ -364,6 +364,8 @@ def resolve_layout(
         )
     if method.layout != "auto":
         return method.layout
+    if method.sampler is not None:
+        return "block"
     if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, GNN):
         return "block"
     x = data.tables.get("x")

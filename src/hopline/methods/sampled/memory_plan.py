@@ -175,7 +175,9 @@ class SampledForms:
         """
         method = self.method
         outline = self.outline
-        allows_tree = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
+        if method.layout == "block" or method.sampler is not None:
+            return None
+        allows_tree = -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
         if outline.compute_place == "host" or not allows_tree:
             return None
 

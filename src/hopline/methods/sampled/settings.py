@@ -92,7 +92,6 @@ class Sampled(Method):
             check_fanouts(fanouts, self.replace)
         if self.sampler is not None:
             _check_sampler(self)
-            object.__setattr__(self, "layout", "block")
         check_fields(self)
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
