@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 import torch
-from sampler import SaintWalks
+from saint import SaintWalks
 from torch_geometric.nn import GraphConv
 
 import hopline as hl

@@ -471,7 +471,7 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
         group = [item if item.text.lower() in none_words else item.to_inner(short) for item in group]
     whole = [item.text for item in group if item.is_whole]
     inner = [item.inside() for item in group if not item.is_whole]
-    if inner and cls is None:
+    if inner and cls is None and not whole:
         raise _unknown_key(inner[0].key, prefix="", valid={}, root=root)
 
     if whole:
@@ -480,7 +480,7 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
         picked = value if isinstance(value, type) else None
         if picked is None and not inner:
             return value
-        if picked is None and value is not None:
+        if picked is None and (value is not None or cls is None):
             raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
         # `method=sampled` starts from the defaults of the class, even where the current value is of that
         # class. So does a group that is set to none while fields inside it are assigned too.
