@@ -233,4 +233,5 @@ def random_numbers(key: int, ids: Tensor, count: int) -> Tensor:
         >>> torch.equal(hl.extend.random_numbers(0, torch.tensor([5]), 4), numbers[1:])
         True
     """
-    return uniform(draw(key, ids[:, None], torch.arange(count, device=ids.device)), 53)
+    # Hashed, since `draw` begins with key ^ id: with keys 5 and 6 two ids would swap their numbers.
+    return uniform(draw(derive_key(key), ids[:, None], torch.arange(count, device=ids.device)), 53)

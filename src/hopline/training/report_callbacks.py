@@ -207,7 +207,8 @@ def setup_of(trainer: Trainer) -> Setup:
         max_workers=work.max_workers,
         planned=work.is_sampled and plan is not None and plan.method != trainer.requested_method,
         num_cores=trainer.world.num_cores,
-        sampled=work.is_sampled,
+        # A sampler of the user's has no fan-outs that could be advised.
+        sampled=work.is_sampled and getattr(trainer.method, "sampler", None) is None,
         on_gpu=on_gpu,
         drawn_on_gpu=work.on_gpu,
         bf16=trainer.settings.precision == "bf16",

@@ -197,7 +197,7 @@ def test_the_settings_of_a_run_name_the_class():
     name = f"{__name__}:"
     assert to_dict(hl.Sampled(sampler=Settings()))["sampler"] == {"kind": f"{name}Settings", "fanouts": [4, 3]}
     stored = to_dict(of_user(data))["sampler"]
-    assert stored == {"kind": f"{name}Wrapped", "thread_safe": True, "calls": []}
+    assert stored == {"kind": f"{name}Wrapped", "thread_safe": True}
 
 
 class Slow(Wrapped):
@@ -460,3 +460,25 @@ def test_shards_refuse_a_sampler_of_the_whole_graph(tmp_path: Path):
     shard = hl.shards.open_shard(tmp_path / "shards", rank=0)
     with pytest.raises(ValueError, match="leave out sampler= on shards"):
         of_user(data).loader(shard)
+
+
+def test_a_block_of_edges_has_the_edges_that_it_was_given() -> None:
+    """A loop, double edges, a destination without edges, and sources that are destinations."""
+    dst_ids = torch.tensor([7, 2, 9])
+    src = torch.tensor([4, 7, 4, 9, 1, 4])
+    dst_idx = torch.tensor([2, 0, 0, 0, 2, 0])
+    weight = torch.arange(6.0)
+    block = hl.extend.block_of_edges(dst_ids, src, dst_idx, edge={"weight": weight})
+    assert block.dst_ids.tolist() == dst_ids.tolist()
+    assert block.src_ids.unique().numel() == block.num_src == 5
+    ends = torch.stack([block.src_ids[block.edge_index[0]], block.dst_ids[block.edge_index[1]]])
+    ours = sorted(zip(*ends.tolist(), block.edge["weight"].tolist(), strict=True))
+    expected = sorted(zip(src.tolist(), dst_ids[dst_idx].tolist(), weight.tolist(), strict=True))
+    assert ours == expected
+    assert not block.in_graph_order
+    empty = hl.extend.block_of_edges(dst_ids, src[:0], dst_idx[:0])
+    assert (empty.num_src, empty.num_edges) == (3, 0)
+    with pytest.raises(ValueError, match=r"positions up to 3 in 3 destinations"):
+        hl.extend.block_of_edges(dst_ids, src, dst_idx + 1)
+    with pytest.raises(ValueError, match=r"give \[num_edges\] for both"):
+        hl.extend.block_of_edges(dst_ids, src, dst_idx[:3])

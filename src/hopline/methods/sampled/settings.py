@@ -225,7 +225,8 @@ def _check_sampler(method: Sampled) -> None:
         )
     if method.fanouts != "auto":
         raise ValueError(
-            f"{name} decides itself how many in-neighbours a node has: leave out fanouts=, and give {name} its own"
+            f"{name} decides itself how many in-neighbours a node has: leave out fanouts=, or set fanouts=auto if a "
+            "recipe has them"
         )
     if method.replace:
         raise ValueError(f"{name} decides itself how it draws: leave out replace=")
