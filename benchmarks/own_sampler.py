@@ -2,7 +2,7 @@
 
     python benchmarks/own_sampler.py [--batches 20] [--times 3]
 
-A graph of 300,000 nodes and 6 million edges (64 features, 16 classes), batch 1024, ten and five neighbours. Rows:
+A graph of 300,000 nodes and 3 million edges (64 features, 16 classes), batch 1024, ten and five neighbours. Rows:
 
     built in    fan-outs (10, 5)
     wrapped     the same sampler given as an object: the same blocks, each of them checked
