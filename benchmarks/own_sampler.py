@@ -15,12 +15,14 @@ with threads that prepare batches; "epoch CPU" is the time of all its threads. M
 from __future__ import annotations
 
 import argparse
+import importlib
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch_geometric.nn import SAGEConv
@@ -29,7 +31,7 @@ import hopline as hl
 from hopline.data.synthetic import planted_partition
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "own_sampler"))
-from sampler import RandomWalks
+RandomWalks: Any = importlib.import_module("sampler").RandomWalks
 
 FANOUTS = (10, 5)
 BATCH = 1024
