@@ -121,9 +121,8 @@ def test_own_method_trains_by_its_own_steps(graph: str, monkeypatch: pytest.Monk
     assert losses(run)[1] < losses(run)[0]
 
 
-@pytest.mark.parametrize(("module", "method"), [("own_method", "ByDegree"), ("own_sampler.sampler", "SharedDraws")])
-def test_seeds_and_epochs_of_an_own_method_share_no_draws(module: str, method: str, monkeypatch: pytest.MonkeyPatch):
-    make = getattr(example(module, monkeypatch), method)
+def test_seeds_and_epochs_of_an_own_method_share_no_draws(monkeypatch: pytest.MonkeyPatch):
+    make = example("own_method", monkeypatch).ByDegree
     data = small(num_train=150)
     job: Any = SimpleNamespace(data=data, train_ids=data.train_ids, world=World.alone())
     firsts: list[tuple[int, list[int]]] = []

@@ -1,7 +1,5 @@
-"""A sampler of your own that knows nothing of ranks, with its training and test step. In a layer every node of the
-graph has a random number, and each takes the in-neighbours with the smallest: fewer distinct nodes, as in LABOR."""
+"""Neighbours by random walks, as in PinSAGE: those of a node are the nodes that short walks from it visit most."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,69 +9,55 @@ import hopline as hl
 
 
 @dataclass(frozen=True)
-class SharedDraws(hl.extend.Method):
-    fanouts: tuple[int, ...] = (10, 5)
-    """In-neighbours that a node takes, one number per layer, the seeds' own first."""
-    batch_size: int = 1024
-    """Seeds of a step, over all ranks."""
+class RandomWalks(hl.extend.SamplerSettings):
+    neighbors: tuple[int, ...] = (10, 5)
+    """Neighbours of a node, one number per layer, the seeds' own first."""
+    walks: int = 20
+    """Walks from each node."""
+    length: int = 3
+    """Steps of a walk, each along an in-edge."""
+    restart: float = 0.5
+    """Probability with which a walk is back at its node before a step."""
 
-    def numbers(self, graph: hl.Graph, generator: torch.Generator) -> Tensor:
-        """[num_nodes]: the smaller, the sooner a node is drawn."""
-        return torch.rand(graph.num_nodes, generator=generator)
-
-    def sample(self, graph: hl.Graph, seeds: Tensor, key: int) -> tuple[hl.extend.Block, ...]:
-        """One block per layer, in the order of computation: the last one leads to the seeds."""
-        generator = torch.Generator().manual_seed(key)
-        blocks: list[hl.extend.Block] = []
-        for fanout in self.fanouts:
-            dst = blocks[-1].src_ids if blocks else seeds
-            degrees = graph.in_degrees(dst)
-            row = torch.arange(dst.numel()).repeat_interleave(degrees)  # the destination of each in-edge
-            nth = torch.arange(row.numel()) - (degrees.cumsum(0) - degrees)[row]  # and which of its in-edges it is
-            src = graph.indices[graph.indptr[dst][row] + nth].long()
-            order = self.numbers(graph, generator)[src].argsort(stable=True)
-            order = order[row[order].argsort(stable=True)]  # by destination, then by number
-            src = src[order[nth < fanout]]
-            src_ids = torch.cat([dst, src[~torch.isin(src, dst)].unique()])
-            place = src_ids.argsort()
-            src_idx = place[torch.searchsorted(src_ids, src, sorter=place)].int()
-            part = hl.extend.Part(torch.nn.functional.pad(degrees.clamp(max=fanout).cumsum(0), (1, 0)), src_idx)
-            blocks.append(hl.extend.Block(src_ids, dst.numel(), (part,), graph, key, in_graph_order=False))
-        return tuple(reversed(blocks))
-
-    def train_step(self, model: torch.nn.Module, batch: hl.Batch, smoothing: float = 0.0) -> Tensor:
-        return torch.nn.functional.cross_entropy(model(batch), batch.labels, label_smoothing=smoothing)
-
-    def test_step(self, model: torch.nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
-        return {"accuracy": hl.metrics.accuracy(hl.infer.exact(model, data, ids), data.labels[ids])}
-
-    def bind(self, job: hl.extend.Job) -> "SeedWork":
-        return SeedWork(self, job)
+    def bind(self, graph: hl.Graph) -> "Walker":
+        return Walker(self, graph)
 
 
 @dataclass(frozen=True)
-class HubsFirst(SharedDraws):
-    power: float = 0.5
-    """An option more: how much sooner nodes of high degree are drawn."""
+class Walker:
+    settings: RandomWalks
+    graph: hl.Graph
 
-    def numbers(self, graph: hl.Graph, generator: torch.Generator) -> Tensor:
-        return super().numbers(graph, generator) / (1 + graph.in_degrees()) ** self.power
+    def sample(self, seeds: Tensor, key: int) -> list[hl.extend.Block]:
+        """One block per layer, in the order of computation: the last one leads to the seeds."""
+        blocks: list[hl.extend.Block] = []
+        dst = seeds
+        for layer, count in enumerate(self.settings.neighbors):
+            row, node, visits = self.most_visited(dst, count, hl.extend.derive_key(key, layer))
+            total = torch.zeros(dst.numel()).index_add_(0, row, visits)
+            blocks.append(hl.extend.block_of_edges(dst, node, row, edge={"weight": visits / total[row]}))
+            dst = blocks[-1].src_ids
+        return blocks[::-1]
 
-
-@dataclass
-class SeedWork(hl.extend.Work):  # with any such sampler: the order of seeds, each rank's share, the batch around it
-    sampler: SharedDraws
-    job: hl.extend.Job
-
-    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
-        data = self.job.data
-        ids = self.job.train_ids
-        epoch_key = hl.extend.derive_key(self.job.seed, epoch)
-        order = torch.randperm(ids.numel(), generator=torch.Generator().manual_seed(epoch_key))
-        for step, all_seeds in list(enumerate(ids[order].split(self.sampler.batch_size)))[done:]:
-            key = hl.extend.derive_key(epoch_key, step)
-            seeds = all_seeds.tensor_split(self.job.world.size)[self.job.world.rank]
-            blocks = self.sampler.sample(data.graph, seeds, key)
-            x = hl.extend.Rows(data.x, blocks[0].src_ids)
-            batch = hl.Batch(seeds, blocks, x, data.labels[seeds], key=key, total_seeds=all_seeds.numel())
-            yield hl.extend.BatchUnit(self.job, batch)
+    def most_visited(self, dst: Tensor, count: int, key: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(position of the node in `dst`, a node that its walks visit, and how often), `count` of each at most."""
+        walks, length, num_nodes = self.settings.walks, self.settings.length, self.graph.num_nodes
+        start = dst[:, None].expand(-1, walks)
+        draws = hl.extend.random_numbers(key, dst, 2 * walks * length).view(-1, length, 2, walks)
+        at, visited = start, []
+        for step in range(length):
+            at = torch.where(draws[:, step, 0] < self.settings.restart, start, at)
+            degree = self.graph.indptr[at + 1] - self.graph.indptr[at]
+            edge = self.graph.indptr[at] + (draws[:, step, 1] * degree).long()
+            found = self.graph.indices[edge.clamp(max=self.graph.num_edges - 1)].long()
+            at = torch.where(degree > 0, found, start)  # a walk without a way on is back at its node
+            visited.append(at)
+        at = torch.cat(visited, 1)
+        row = torch.arange(dst.numel())[:, None].expand_as(at)
+        pair, visits = (row * num_nodes + at)[at != dst[:, None]].unique(return_counts=True)
+        order = visits.argsort(descending=True, stable=True)
+        order = order[(pair[order] // num_nodes).argsort(stable=True)]  # by node, then by visits, then by id
+        row = pair[order] // num_nodes
+        rank = torch.arange(row.numel()) - torch.searchsorted(row, row)
+        best = order[rank < count]
+        return pair[best] // num_nodes, pair[best] % num_nodes, visits[best].float()

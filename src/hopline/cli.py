@@ -28,7 +28,7 @@ from typing import Annotated
 import typer
 
 from hopline import __version__
-from hopline.contract import Method
+from hopline.contract import Method, SamplerSettings
 from hopline.data.registry import locate, names
 from hopline.recipes import RECIPES, find_recipe
 from hopline.run.settings import (
@@ -341,16 +341,21 @@ def _run_config(name: str, overrides: list[str] | None) -> RunConfig:
     if "=" in name:  # no name: `hopline train epochs=3` is the demo
         settings.insert(0, name)
         name = "demo"
-    imports_torch = any(map(_names_own_method, settings))
+    imports_torch = any(map(_own_class, settings))
     with _loading() if imports_torch else nullcontext():
         config = override(find_recipe(name)(), settings)
     locate(config.data, options=config.conversion)
     return config
 
 
-def _names_own_method(setting: str) -> bool:
-    """Whether a setting is method=package.module:Class, a method of the user. Its module imports torch."""
-    return setting.startswith("method=") and ":" in setting
+OWN_CLASSES: dict[str, type] = {"method": Method, "method.sampler": SamplerSettings}
+"""Settings that may be package.module:Class, a class of the user's. Its module imports torch."""
+
+
+def _own_class(setting: str) -> tuple[str, str] | None:
+    """(key, value) of a setting that names a class of the user's; None for another."""
+    key, _, value = setting.partition("=")
+    return (key, value) if key in OWN_CLASSES and ":" in value else None
 
 
 class _SignalExit(Exception):
@@ -368,7 +373,7 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
         of the defaults.
     groups: words that were typed after --keys. If there are none, all groups are printed, in short.
 
-    A method of the user, in either list, is listed with the other methods.
+    A method or sampler of the user, in either list, is listed with the other settings.
     """
     if command not in SETTINGS:
         raise ValueError(f"hopline {command} has no settings: --keys is for {', '.join(SETTINGS)}")
@@ -376,8 +381,12 @@ def _print_keys(command: str, before: list[str], groups: list[str]) -> None:
     is_run = SETTINGS[command] is RunConfig
     recipe = RECIPES.get(before[0]) if is_run and before else None
     recipe_values = None if recipe is None else recipe()
-    own_methods = [word for word in [*before, *groups] if is_run and _names_own_method(word)]
-    own_classes = {word: own_settings("method", word.removeprefix("method="), Method) for word in own_methods}
+    own_classes = {}
+    for word in [*before, *groups] if is_run else ():
+        named = _own_class(word)
+        if named is not None:
+            key, value = named
+            own_classes[word] = own_settings(key, value, OWN_CLASSES[key])
     settings = settings_of(SETTINGS[command], recipe_values, own_classes)
     titles = list(dict.fromkeys(setting.group for setting in settings))
     for group in groups:

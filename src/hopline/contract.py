@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 
 from hopline.data.placement_settings import Placement
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
     from hopline.core.batch import Batch, Block
     from hopline.core.batch_sizes import Sizes
     from hopline.core.examples import Examples
+    from hopline.core.graph import Graph
     from hopline.data.dataset import Dataset
     from hopline.device.meter import Meter
     from hopline.distributed.world import World
@@ -202,6 +203,9 @@ class Work(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - most works remember nothing
         """Resume from what `state_dict` returned."""
 
+    def check_exact(self) -> None:  # noqa: B027 - most methods train the model as it is on the whole graph
+        """Raise ValueError if the model on the whole graph is another function than the one that is trained."""
+
     def guarded(self, guard: Guard, plan: Plan) -> Work:
         """The work whose steps keep to a plan: this object or another. Called once, before any unit."""
         raise ValueError(
@@ -322,10 +326,69 @@ class Method(ABC):
         return (cls(),)
 
 
+# ---- samplers of the user
+
+
+@runtime_checkable
+class BlockSampler(Protocol):
+    """Samples the blocks of a batch: an object with this method is a sampler, as `hl.Sampled(sampler=...)` takes it.
+
+    Several threads call it at once, unless it has an attribute `thread_safe = False`.
+
+    Example:
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4))
+        >>> class AllInEdges:
+        ...     def sample(self, seeds, key):
+        ...         graph = data.graph
+        ...         num_edges = graph.in_degrees(seeds)
+        ...         dst_idx = torch.arange(len(seeds)).repeat_interleave(num_edges)
+        ...         src = torch.cat([graph.indices[graph.indptr[v] : graph.indptr[v + 1]] for v in seeds])
+        ...         return [hl.extend.block_of_edges(seeds, src, dst_idx)]
+        >>> (batch,) = hl.Sampled(sampler=AllInEdges(), shuffle=False).loader(data, torch.tensor([1, 3]))
+        >>> batch.input_ids.tolist()
+        [1, 3, 0, 2]
+    """
+
+    def sample(self, seeds: Tensor, key: int) -> Sequence[Block]:
+        """One block per layer, in the order of computation. The destinations of the last one are the seeds.
+
+        The result must be a function of the arguments. seeds: [n] int64, each node once. key: decides random draws.
+        """
+        ...
+
+
+class SamplerSettings(ABC):
+    """Settings of a sampler, which `bind` makes for a graph.
+
+    A dataclass that derives from it can be named in a command: type `method.sampler=package.module:Class` or
+    `method.sampler=file.py:Class`, and its fields as `method.sampler.FIELD=VALUE`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(frozen=True)
+        ... class Uniform(hl.extend.SamplerSettings):
+        ...     fanouts: tuple[int, ...] = (2, 2)
+        ...     def bind(self, graph):
+        ...         return hl.extend.NeighborSampler(graph, self.fanouts)
+        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.eye(4))
+        >>> (batch,) = hl.Sampled(sampler=Uniform(), shuffle=False).loader(data, torch.tensor([1]))
+        >>> [block.num_edges for block in batch.blocks]
+        [2, 1]
+    """
+
+    OWN: ClassVar[str] = "hl.extend.SamplerSettings"
+    """The public name of this class, for messages: `method.sampler=package.module:Class` names a subclass."""
+
+    @abstractmethod
+    def bind(self, graph: Graph) -> BlockSampler:
+        """The sampler for one graph. Called once per graph, before any thread samples."""
+        ...
+
+
 # ---- memory during a run: the guard that keeps steps within the plan (`budget.plan`)
 
 Redraw: TypeAlias = "Callable[[Tensor, int], tuple[Block, ...]]"
-"""(seeds, key) -> blocks that are sampled for the seeds. `NeighborSampler.sample` is one."""
+"""(seeds, key) -> blocks that are sampled for the seeds: `BlockSampler.sample` of the run's sampler."""
 
 
 class SplittableStep(Protocol):

@@ -9,7 +9,9 @@
 - Convs. A conv gets a `Block`, or its `Part`s, in place of `edge_index`.
 - Layer-wise computation. A `LayerPlan` divides the nodes into `Piece`s. `Layers` computes each layer of a
   model at all pieces before the next layer. `Boundaries` read and write the rows between layers.
-- Draws. `derive_key` makes keys of a run's seed, an epoch and a step.
+- Samplers. A `BlockSampler` samples the blocks of a batch, `block_of_edges` makes one, and `SamplerSettings` names a
+  sampler on the command line.
+- Draws. `derive_key` makes keys of a run's seed, an epoch and a step. `random_numbers` draws by key and node.
 - Ranks. `World` has the collective calls, and `Gradients` says how ranks combine their gradients.
 - Callbacks. Hooks get a `StepEnd`, an `EpochEnd` or an `Evaluation`. `Timers` and `Counters` listen to a
   run.
@@ -24,15 +26,15 @@ from hopline.util.lazy import on_first_use
 
 if TYPE_CHECKING:
     from hopline.budget.plan import Item, Outline, Plan
-    from hopline.contract import Guard, Job, Method, Unit, Work, WorkDescription
-    from hopline.core.batch import Block, Part
+    from hopline.contract import BlockSampler, Guard, Job, Method, SamplerSettings, Unit, Work, WorkDescription
+    from hopline.core.batch import Block, Part, block_of_edges
     from hopline.core.examples import Examples
     from hopline.core.row_handles import Rows
     from hopline.core.sampler import NeighborSampler
     from hopline.distributed.gradients import Gradients
     from hopline.distributed.world import World
     from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece
-    from hopline.ops.random import derive_key
+    from hopline.ops.random import derive_key, random_numbers
     from hopline.tables import CachedTable, SparseTable, Table, TensorTable, TieredTable
     from hopline.tables.layers import LayerTables
     from hopline.tasks.task import Task
@@ -48,15 +50,24 @@ __getattr__, __dir__ = on_first_use(
     __name__,
     {
         "hopline.budget.plan": ("Item", "Outline", "Plan"),
-        "hopline.contract": ("Guard", "Job", "Method", "Unit", "Work", "WorkDescription"),
-        "hopline.core.batch": ("Block", "Part"),
+        "hopline.contract": (
+            "BlockSampler",
+            "Guard",
+            "Job",
+            "Method",
+            "SamplerSettings",
+            "Unit",
+            "Work",
+            "WorkDescription",
+        ),
+        "hopline.core.batch": ("Block", "Part", "block_of_edges"),
         "hopline.core.examples": ("Examples",),
         "hopline.core.row_handles": ("Rows",),
         "hopline.core.sampler": ("NeighborSampler",),
         "hopline.distributed.gradients": ("Gradients",),
         "hopline.distributed.world": ("World",),
         "hopline.layerwise.engine": ("Boundaries", "LayerPlan", "Layers", "Piece"),
-        "hopline.ops.random": ("derive_key",),
+        "hopline.ops.random": ("derive_key", "random_numbers"),
         "hopline.tables": ("CachedTable", "SparseTable", "Table", "TensorTable", "TieredTable"),
         "hopline.tables.layers": ("LayerTables",),
         "hopline.tasks.task": ("Task",),
@@ -73,6 +84,7 @@ __getattr__, __dir__ = on_first_use(
 __all__ = [
     "BatchUnit",
     "Block",
+    "BlockSampler",
     "Boundaries",
     "CachedTable",
     "Counters",
@@ -94,6 +106,7 @@ __all__ = [
     "Piece",
     "Plan",
     "Rows",
+    "SamplerSettings",
     "SparseTable",
     "StepEnd",
     "Table",
@@ -106,7 +119,9 @@ __all__ = [
     "Work",
     "WorkDescription",
     "World",
+    "block_of_edges",
     "derive_key",
     "keep_freed_memory",
     "own_threads",
+    "random_numbers",
 ]

@@ -7,7 +7,7 @@ import torch
 from scipy.stats import chi2
 
 from hopline.ops import random
-from hopline.ops.random import bounded, derive_key, draw, mix, permutation
+from hopline.ops.random import bounded, derive_key, draw, mix, permutation, random_numbers
 
 MASK = (1 << 64) - 1
 
@@ -77,3 +77,16 @@ def test_permutations_are_uniform_over_all_orders() -> None:
 def test_permutation_changes_with_the_key_only() -> None:
     assert torch.equal(permutation(1, 100), permutation(1, 100))
     assert not torch.equal(permutation(1, 100), permutation(2, 100))
+
+
+def test_random_numbers_are_uniform_and_those_of_an_id_in_any_company() -> None:
+    numbers = random_numbers(5, torch.arange(4000), 3)
+    assert numbers.shape == (4000, 3)
+    assert numbers.unique().numel() == numbers.numel()
+    assert 0 <= numbers.min() < numbers.max() < 1
+    counts = torch.histc(numbers.float(), bins=20, min=0, max=1).double()
+    statistic = float(((counts - 600) ** 2 / 600).sum())
+    assert chi2.isf(1 - 1e-4, 19) < statistic < chi2.isf(1e-4, 19)
+    assert torch.equal(random_numbers(5, torch.tensor([7, 3]), 3), numbers[[7, 3]])
+    assert torch.equal(random_numbers(5, torch.tensor([7]), 2), numbers[[7], :2])
+    assert not torch.isin(random_numbers(6, torch.arange(10), 3), numbers).any()

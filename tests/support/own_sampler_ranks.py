@@ -1,68 +1,65 @@
-"""The sampler of examples/own_sampler over ranks, in float64."""
+"""Samplers of the user's over ranks, in float64: those of examples/own_sampler and hopline's own, wrapped."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch_geometric.nn import SAGEConv
+from torch import Tensor, nn
+from torch_geometric.nn import GraphConv, SAGEConv
 
 import hopline as hl
 from hopline.distributed.world import World
 from tests.support.ranks import KillRank
-from tests.support.runs import small
+from tests.support.runs import in_float64, small
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "own_sampler"
 sys.path.append(str(FOLDER))
 example: Any = importlib.import_module("sampler")
 
 
-@dataclasses.dataclass(frozen=True)
-class AllSeeds(example.SharedDraws):
-    """The same sampler in a method that knows nothing of ranks either: each has all seeds of a step."""
+class Wrapped:
+    """hopline's sampler, as somebody else would write one."""
 
-    def bind(self, job: hl.extend.Job) -> AllSeedsWork:
-        return AllSeedsWork(example.SeedWork(self, dataclasses.replace(job, world=World.alone())), job)
+    def __init__(self, graph: hl.Graph) -> None:
+        self._inner = hl.extend.NeighborSampler(graph, (4, 3))
 
-
-@dataclasses.dataclass
-class AllSeedsWork(hl.extend.Work):
-    work: Any
-    job: hl.extend.Job
-
-    def units(self, epoch: int, done: int = 0, examples: int = 0) -> Iterator[hl.extend.Unit]:
-        for unit in self.work.units(epoch, done, examples):
-            yield hl.extend.BatchUnit(self.job, dataclasses.replace(unit.batch, total_seeds=None))
+    def sample(self, seeds: Tensor, key: int) -> tuple[hl.extend.Block, ...]:
+        return self._inner.sample(seeds, key)
 
 
-METHODS = {"share": example.SharedDraws, "hubs": example.HubsFirst, "all seeds": AllSeeds}
+METHODS: dict[str, Callable[[hl.Dataset], hl.Sampled]] = {
+    "walks": lambda data: hl.Sampled(sampler=example.RandomWalks(neighbors=(4, 3)), batch_size=40),
+    "wrapped": lambda data: hl.Sampled(sampler=Wrapped(data.graph), batch_size=40),
+    "built in": lambda data: hl.Sampled(fanouts=(4, 3), batch_size=40),
+}
 
 
 def train(world: World, name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """Losses, metrics and weights of a few steps with dropout. Batches have 40 of 150 seeds, and the last one fewer."""
-    data = small()
-    rows = data.x.read(torch.arange(len(data.x))).double()
-    data = dataclasses.replace(data, tables={"x": hl.extend.TensorTable(rows)})
+    """Losses, metrics and weights of a few steps with dropout. Steps have 40 of 150 seeds, and the last one fewer."""
+    data = in_float64(small())
+    method = METHODS[name](data)
+    settings: dict[str, Any] = {"epochs": 2, "show": False, "lr": 0.05, "resume": "out" in changes} | changes
+    kill = settings.pop("kill", None)
+    conv: Any = SAGEConv
+    if name == "walks":  # with weights, so that outputs are those of sampled inference
+        conv = GraphConv
+
+        def test_step(model: nn.Module, data: hl.Dataset, ids: Tensor) -> dict[str, float]:
+            batches = METHODS[name](data).loader(data, ids, model=model, world=World.alone())
+            return {"accuracy": hl.metrics.accuracy(hl.infer.sampled(model, batches), data.labels[ids])}
+
+        settings["test_step"] = test_step
+    # As many seeds in a step with any number of ranks.
+    method = hl.Sampled(**{**vars(method), "batch_size": 40 // world.size, "workers": 1})
     torch.manual_seed(3)
-    model = hl.nn.GNN([SAGEConv(8, 8), SAGEConv(8, 4)], dropout=0.3).double()
-    method = METHODS[name](fanouts=(4, 3), batch_size=40)
-    kill = changes.pop("kill", None)
-    trainer = hl.Trainer(
-        model,
-        data,
-        method,
-        train_step=method.train_step,
-        test_step=method.test_step,
-        world=world,
-        callbacks=[] if kill is None else [KillRank(*kill)],
-        **{"epochs": 2, "show": False, "lr": 0.05, "resume": "out" in changes} | changes,
-    )
-    done = trainer.fit()
+    model = hl.nn.GNN([conv(8, 8), conv(8, 4)], dropout=0.3).double()
+    callbacks = [] if kill is None else [KillRank(*kill)]
+    done = hl.Trainer(model, data, method, world=world, callbacks=callbacks, **settings).fit()
     return {
         "losses": [epoch.loss for epoch in done.history],
         "metrics": [evaluation.metrics for evaluation in done.evaluations],

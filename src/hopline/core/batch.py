@@ -324,6 +324,46 @@ class Block:
         return self.part.edge
 
 
+def block_of_edges(
+    dst_ids: Tensor,
+    src: Tensor,
+    dst_idx: Tensor,
+    *,
+    edge: Mapping[str, Tensor] | None = None,
+    graph: Graph | None = None,
+    scale_sums: bool = False,
+) -> Block:
+    """The block of some edges, for a sampler of your own. Its sources are the destinations, then the others.
+
+    Args:
+        dst_ids: [num_dst] int64, global ids of the destinations, each once.
+        src: [num_edges], the global id of each edge's source.
+        dst_idx: [num_edges], the position in `dst_ids` of each edge's destination.
+        edge: Arrays with a row per edge, such as {"weight": [num_edges]}.
+        graph: The graph that the edges are a sample of, if all in-edges of a node are equally likely. GCNConv takes
+            degrees from it.
+        scale_sums: As in `Block`.
+
+    Raises:
+        ValueError: The edges have not as many sources as destinations, or a destination is none.
+
+    Example:
+        >>> hl.extend.block_of_edges(torch.tensor([3, 5]), torch.tensor([3, 9, 7]), torch.tensor([1, 0, 0])).edge_index
+        tensor([[2, 3, 0],
+                [0, 0, 1]])
+    """
+    if src.shape != dst_idx.shape or src.dim() != 1:
+        raise ValueError(f"src is {list(src.shape)} and dst_idx {list(dst_idx.shape)}: give [num_edges] for both")
+    order = torch.argsort(dst_idx, stable=True)
+    num_edges = torch.bincount(dst_idx, minlength=dst_ids.numel())
+    if num_edges.numel() > dst_ids.numel():
+        raise ValueError(f"dst_idx has positions up to {num_edges.numel() - 1} in {dst_ids.numel()} destinations")
+    src_ids, src_idx = ops.relabel(dst_ids, src[order])
+    indptr = torch.cat([num_edges.new_zeros(1), num_edges.cumsum(0)])
+    part = Part(indptr, src_idx, {name: rows[order] for name, rows in (edge or {}).items()})
+    return Block(src_ids, dst_ids.numel(), (part,), graph, scale_sums=scale_sums, in_graph_order=False)
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """Seeds, the blocks that compute their outputs, and handles to the input rows of these blocks.

@@ -121,7 +121,7 @@ class NeighborSampler:
         finally:
             id_map.clear()
         if num_distinct < seeds.numel():
-            hops = [_repeat_seeds(block, seed_idx, num_distinct) for block in hops]
+            hops = [repeat_seeds(block, seed_idx, num_distinct) for block in hops]
         return tuple(reversed(hops))
 
     def sample_subgraph(self, seeds: Tensor, key: int | Tensor) -> Subgraph:
@@ -230,7 +230,7 @@ def hop_keys(key: int | Tensor, num_hops: int, one_list: bool, key_per_layer: bo
     return [HopKey(ops.layer_key(key, layer), loops_apart=layer % 2 == 1) for layer in reversed(range(num_hops))]
 
 
-def _repeat_seeds(block: Block, seed_idx: Tensor, num_distinct: int) -> Block:
+def repeat_seeds(block: Block, seed_idx: Tensor, num_distinct: int) -> Block:
     """The block of distinct seeds, with each seed as often as it was given.
 
     Rows of the distinct seeds, which are the first, are replaced by one row for every seed given. Each has the
@@ -262,7 +262,7 @@ def _repeat_seeds_of_subgraph(subgraph: Subgraph, seed_idx: Tensor) -> Subgraph:
     dst = subgraph.edge_index[1, :num_first].contiguous()
     indptr = torch.cat([dst.new_zeros(1), torch.bincount(dst, minlength=num_distinct).cumsum(0)])
     first_hop = Part(indptr, subgraph.edge_index[0, :num_first], edge_ids=subgraph.edge_ids[:num_first])
-    block = _repeat_seeds(Block(subgraph.node_ids, num_distinct, (first_hop,)), seed_idx, num_distinct)
+    block = repeat_seeds(Block(subgraph.node_ids, num_distinct, (first_hop,)), seed_idx, num_distinct)
     later = _new_local_ids(subgraph.node_ids.numel(), seed_idx, num_distinct)[subgraph.edge_index[:, num_first:]]
     assert block.part.edge_ids is not None
     return Subgraph(

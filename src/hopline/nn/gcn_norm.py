@@ -70,7 +70,11 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
     Computed in float64, and then converted to `dtype`.
     """
     graph = block.graph
-    assert graph is not None
+    if graph is None:
+        raise ValueError(
+            f"{type(conv).__name__} takes degrees from the whole graph, and the blocks of the sampler name none: give "
+            "Block(graph=graph) if all in-edges of a node are equally likely, else use SAGEConv or GraphConv"
+        )
     add_loops = bool(conv.add_self_loops)
     # PyG applies `improved` only where edge weights are given.
     fill = 2.0 if getattr(conv, "improved", False) and "weight" in graph.edge else 1.0

@@ -218,3 +218,25 @@ def inside_unit(raw: Tensor) -> Tensor:
 def uniform(raw: Tensor, bits: int) -> Tensor:
     """float64 numbers in [0, 1), from the lowest `bits` bits of draws. Shaped like `raw`."""
     return (raw & ((1 << bits) - 1)).double() / (1 << bits)
+
+
+def random_numbers(key: int, ids: Tensor, count: int) -> Tensor:
+    """Random numbers from 0 to 1, for a sampler of your own: a row depends on the key and its id alone.
+
+    So a node draws the same in any batch, thread and rank.
+
+    Args:
+        key: Decides the numbers.
+        ids: [n] int64, such as nodes.
+        count: Numbers per id.
+
+    Returns:
+        [n, count] float64, from 0 up to but not including 1.
+
+    Example:
+        >>> numbers = hl.extend.random_numbers(0, torch.tensor([3, 5]), 4)
+        >>> torch.equal(hl.extend.random_numbers(0, torch.tensor([5]), 4), numbers[1:])
+        True
+    """
+    # Hashed, since `draw` begins with key ^ id: with keys 5 and 6 two ids would swap their numbers.
+    return uniform(draw(derive_key(key), ids[:, None], torch.arange(count, device=ids.device)), 53)

@@ -60,7 +60,8 @@ def changed_keys(settings: Any) -> list[str]:
             usual = default if isinstance(default, Mapping) else {}
             changed += [f"{name}.{key}" for key, item in value.items() if key not in usual or item != usual[key]]
         elif name not in defaults or value != default:  # a user's own method may have a field without a default
-            changed.append(name)
+            # An object that is no settings is stored by its class.
+            changed += [f"{name}.{key}" for key in stored] if isinstance(stored, Mapping) else [name]
     return changed
 
 

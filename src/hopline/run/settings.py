@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hopline.budget.plan import Budget
-from hopline.contract import Job, Method, Work
+from hopline.contract import BlockSampler, Job, Method, SamplerSettings, Work
 from hopline.data.options import Columns, EdgeOptions, check_shares
 from hopline.data.paths import dgl_config, is_dataset
 from hopline.data.placement_settings import Placement
@@ -29,6 +29,9 @@ from hopline.tasks.settings import ListedTask
 from hopline.training.settings import TrainSettings
 from hopline.util.config import check_fields, from_dict, parse_chunk_bytes, settings, to_dict
 from hopline.util.files import check_file
+
+if TYPE_CHECKING:  # settings need no torch
+    from hopline.core.graph import Graph
 
 PREDICTIONS = (".csv", ".parquet", ".npy")
 
@@ -124,8 +127,8 @@ class ExportConfig:
     weights: Literal["best", "last"] = "best"
     """Weights of the run: those of the best evaluation, or the last ones."""
     trust: bool = False
-    """Permission to import and run the module that config.json names for the model
-    (model=package.module:function)."""
+    """Permission to import and run the modules that config.json names: of the model
+    (model=package.module:function) and of the sampler (method.sampler=package.module:Class)."""
 
 
 @settings
@@ -144,8 +147,8 @@ class OutputSettings:
     """Memory for the chunks of a layer, such as 2GiB. The embeddings of all nodes are not counted. Default:
     chunks of a million edges, or of more on a GPU."""
     trust: bool = False
-    """Permission to import and run the module that config.json names for the model
-    (model=package.module:function)."""
+    """Permission to import and run the modules that config.json names: of the model
+    (model=package.module:function) and of the sampler (method.sampler=package.module:Class)."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -258,11 +261,26 @@ class NotImported(Method):
         raise ValueError(f"the run was trained by a method of its user: type method={self.name}")
 
 
-def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
+@settings
+class NotImportedSampler(SamplerSettings):
+    """A sampler of the user that a run folder names, as `NotImported` is a method."""
+
+    name: str
+    """The sampler as it was typed: package.module:Class."""
+
+    def bind(self, graph: Graph) -> BlockSampler:
+        raise ValueError(
+            f"the run sampled by {self.name}, which would be imported and run: add trust=true if that is your code or "
+            "you have read it"
+        )
+
+
+def load_config(folder: Path, *, own_method: str = "", own_sampler: str | None = "") -> RunConfig:
     """Return the settings of an earlier run, from config.json in its folder.
 
     own_method: the one method of the user ("package.module:Class") that may be imported, because the
         command names it too. Any other becomes `NotImported`, since the folder may come from somebody else.
+    own_sampler: the same for the method's sampler. None: any may be imported.
 
     Raises:
         ValueError: The folder is no run folder, or config.json is damaged or holds other settings.
@@ -276,16 +294,29 @@ def load_config(folder: Path, *, own_method: str = "") -> RunConfig:
     # A program may give a Trainer a RunConfig, and what it has no field for: gradients=, an optimizer of its own.
     config = {key: value for key, value in config.items() if key not in ("gradients", "own")}
     method = config.get("method")
+    sampler = method.get("sampler") if isinstance(method, Mapping) else None
+    sampler_name = str(sampler.get("kind", "")) if isinstance(sampler, Mapping) else ""
     try:
-        kind = str(method.get("kind", "")) if isinstance(method, Mapping) else ""
-        if ":" not in kind or kind == own_method:
-            return from_dict(RunConfig, config)
-        without_method = {key: value for key, value in config.items() if key != "method"}
-        return replace(from_dict(RunConfig, without_method), method=NotImported(name=kind))
+        if sampler_name == own_sampler or not sampler_name or own_sampler is None:
+            return _from_config(config, own_method)
+        loaded = _from_config({**config, "method": {**config["method"], "sampler": None}}, own_method)
+        if not isinstance(loaded.method, Sampled):
+            return loaded
+        return replace(loaded, method=replace(loaded.method, sampler=NotImportedSampler(name=sampler_name)))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder / 'config.json'} does not hold the settings of a `hopline train` run: {error}"
         ) from error
+
+
+def _from_config(config: Mapping[str, Any], own_method: str) -> RunConfig:
+    """The settings of config.json. A method of the user's but `own_method` becomes `NotImported`."""
+    method = config.get("method")
+    kind = str(method.get("kind", "")) if isinstance(method, Mapping) else ""
+    if ":" not in kind or kind == own_method:
+        return from_dict(RunConfig, config)
+    without_method = {key: value for key, value in config.items() if key != "method"}
+    return replace(from_dict(RunConfig, without_method), method=NotImported(name=kind))
 
 
 def is_run_of_trainer(folder: Path) -> bool:
@@ -307,7 +338,7 @@ def load_trusted(folder: Path, trust: bool) -> RunConfig:
     Raises:
         ValueError: The settings cannot be read, or the model needs `trust`.
     """
-    config = load_config(folder)
+    config = load_config(folder, own_sampler=None if trust else "")
     if ":" in config.model.name and not trust:
         module = config.model.name.partition(":")[0]
         raise ValueError(

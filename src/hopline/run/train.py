@@ -243,12 +243,13 @@ def _newest_run(name: str, config: RunConfig) -> Path | None:
 
     name: of the dataset, with which the folder's name begins.
     """
-    # If this run has a method of the user, the same one may be imported for stored settings too.
-    own_method = to_dict(config)["method"]["kind"]
+    # If this run has a method or sampler of the user, the same one may be imported for stored settings too.
+    method = to_dict(config)["method"]
+    own_sampler = (method.get("sampler") or {}).get("kind", "")
     identity = _identity(config, config.picks_method)
     for folder in sorted(RUNS.glob(f"{glob.escape(name)}-*"), reverse=True):
         try:
-            stored = load_config(folder, own_method=own_method)
+            stored = load_config(folder, own_method=method["kind"], own_sampler=own_sampler)
         except ValueError:
             continue
         is_same = _identity(stored, config.picks_method) == identity

@@ -203,7 +203,8 @@ def setup_of(trainer: Trainer) -> Setup:
         max_workers=work.max_workers,
         planned=work.is_sampled and plan is not None and plan.method != trainer.requested_method,
         num_cores=trainer.world.num_cores,
-        sampled=work.is_sampled,
+        # A sampler of the user's has no fan-outs that could be advised.
+        sampled=work.is_sampled and getattr(trainer.method, "sampler", None) is None,
         on_gpu=on_gpu,
         drawn_on_gpu=work.on_gpu,
         bf16=trainer.settings.precision == "bf16",
@@ -397,5 +398,7 @@ def format_changed(settings: Any) -> str:
     for field in fields(settings):
         value = getattr(settings, field.name)
         if value != field.default:
-            changed.append(f"{field.name}={value!r}")
+            # An object without a `repr` of its own would be shown with its address.
+            has_repr = type(value).__repr__ is not object.__repr__
+            changed.append(f"{field.name}={value!r}" if has_repr else f"{field.name}={type(value).__name__}(...)")
     return f"{type(settings).__name__}({', '.join(changed)})"

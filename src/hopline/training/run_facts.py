@@ -159,6 +159,9 @@ class Fingerprints:
         }
         if isinstance(trainer.requested_task, Task):
             own["task"] = trainer.requested_task
+        sampler = getattr(trainer.requested_method, "sampler", None)
+        if sampler is not None:
+            own["sampler"] = type(sampler)
         if trainer.own_optimizer is not None:
             own["optimizer"] = trainer.own_optimizer.parts(model)
         if trainer.own_schedule is not None:

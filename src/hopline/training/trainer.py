@@ -246,6 +246,7 @@ class Trainer(NotCopied):
         self.measure = Measure.within(self.plan, self.method, part_hops_of(self.job, self.method))
         """As validation computes it, with progress if that is shown."""
         if self.evaluates_exactly:
+            self.work.check_exact()
             check_whole(self.job, self.measure.part_hops, self.measure.chunk_bytes)
         if self.settings.evaluate == "async":
             check_async(self)

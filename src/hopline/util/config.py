@@ -148,6 +148,20 @@ def _admits_own_classes(member: Any) -> bool:
     return isinstance(member, type) and "OWN" in vars(member)
 
 
+def _is_protocol(member: Any) -> bool:
+    """Whether one alternative of an annotation admits any object with some methods. No text names such an object."""
+    return getattr(member, "_is_protocol", False)
+
+
+def _is_bare(value: Any, annotation: Any) -> bool:
+    """Whether a value is such an object, and no settings."""
+    members = _members(annotation)
+    is_listed = value is None or (
+        dataclasses.is_dataclass(value) and isinstance(value, tuple(filter(_admits_own_classes, members)))
+    )
+    return any(map(_is_protocol, members)) and not is_listed
+
+
 def _kind_in(cls: type, annotation: Any) -> str:
     return kind_of(cls) if cls in _kinds(annotation).values() else name_of_class(cls)
 
@@ -199,6 +213,8 @@ def _describe(annotation: Any) -> str:
             parts.append(f"{count}{plural.get(item_type, 'values')} separated by commas")
         elif _is_mapping(member):
             parts.append("keyword arguments by name")
+        elif _is_protocol(member):
+            continue
         elif _is_settings(member):
             parts.append(kind_of(member))
         elif _admits_own_classes(member):
@@ -215,8 +231,12 @@ def to_dict(obj: Any) -> dict[str, Any]:
 
 def _to_json(value: Any, annotation: Any) -> Any:
     """A value of a field as JSON holds it. The annotation decides whether a "kind" is needed to read it back."""
+    if _is_bare(value, annotation):
+        # Of an object that is no settings, public attributes that are plain and immutable stand for them.
+        plain = {name: _to_json(item, Any) for name, item in _attributes(value) if _is_plain(item)}
+        return {"kind": name_of_class(type(value))} | plain
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        has_choice = len(_kinds(annotation)) > 1
+        has_choice = len(_kinds(annotation)) > 1 or any(map(_is_protocol, _members(annotation)))
         kind = {"kind": _kind_in(type(value), annotation)} if has_choice else {}
         return kind | to_dict(value)
     if isinstance(value, (tuple, list)):
@@ -226,6 +246,17 @@ def _to_json(value: Any, annotation: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _to_json(item, Any) for key, item in value.items()}
     return str(value) if isinstance(value, Path) else value
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    return [(name, item) for name, item in getattr(value, "__dict__", {}).items() if name[0] != "_"]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text or None, or a tuple of these."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def from_dict(cls: type[T], data: Mapping[str, Any]) -> T:
@@ -425,17 +456,17 @@ def _field_value(annotation: Any, current: Any, group: Sequence[_Assignment], ke
         group = [item if item.text.lower() in none_words else item.to_inner(short) for item in group]
     whole = [item.text for item in group if item.is_whole]
     inner = [item.inside() for item in group if not item.is_whole]
-    if inner and cls is None:
+    if inner and cls is None and not whole:
         raise _unknown_key(inner[0].key, prefix="", valid={}, root=root)
 
     if whole:
-        value = _read(whole[-1], annotation, key, _text_as)
+        value = _read(whole[-1], annotation, key, functools.partial(_text_as, key=key))
         # `_text_as` returns a class for the name of a kind, and an object for another name. Any other value is final.
         picked = value if isinstance(value, type) else None
         is_object = _is_settings(type(value))
         if picked is None and not inner:
             return value
-        if picked is None and value is not None and not is_object:
+        if picked is None and not is_object and (value is not None or cls is None):
             raise ValueError(f"{key}={whole[-1]} leaves no place for {inner[0].key}: write one of the two.")
         # `method=sampled` starts from the defaults of the class, even where the current value is of that
         # class. So does a group that is set to none while fields inside it are assigned too.
@@ -506,11 +537,12 @@ def _precedence(member: Any) -> int:
     return {type(None): 0, int: 2, float: 3, bool: 4, Path: 6, str: 7}.get(member, 4)
 
 
-def _text_as(text: str, member: Any) -> Any:
+def _text_as(text: str, member: Any, key: str = "") -> Any:
     """Return a text as one alternative of an annotation. Raises `_Mismatch` if it does not fit.
 
     For a settings class, the text is its kind and the result is the class itself: its fields are assigned
-    later. Or the text is another name, and the result an object.
+    later. Or the text is another name, and the result an object. key: of a field, for messages about a class of the
+    user's.
     """
     if typing.get_origin(member) is Literal:
         options = {str(option): option for option in typing.get_args(member)}
@@ -529,7 +561,7 @@ def _text_as(text: str, member: Any) -> Any:
             return other
         raise _Mismatch(nearest(text, [kind_of(member)]))
     if _admits_own_classes(member) and ":" in text:
-        return own_settings(kind_of(member), text, member)
+        return own_settings(key, text, member)
     if member is bool and text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
     if member in (int, float):

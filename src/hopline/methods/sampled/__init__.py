@@ -2,6 +2,7 @@
 
 Read `settings`, `loader` (prefetched batches) and `work` (the units of an epoch) first. Then:
 
+    own_sampler         a sampler of the user's, whose blocks are checked
     captured_step       a step on a GPU as one CUDA graph, from the seeds to the gradients
     prefetch_rows       copies cold rows of the next steps to the GPU
     collective_loader   batches of a graph in shards, which all ranks sample together

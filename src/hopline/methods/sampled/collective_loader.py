@@ -110,6 +110,11 @@ class CollectiveLoader:
     ) -> None:
         if method.layout == "tree":
             raise ValueError("layout=tree draws every slot by itself, which shards cannot: set layout=block")
+        if method.sampler is not None:
+            raise ValueError(
+                f"{type(method.sampler).__name__} samples a graph that is whole: leave out sampler= on shards, or "
+                "train on the dataset that was partitioned"
+            )
         self.shard = shard
         self.method = method
         self.seed = seed

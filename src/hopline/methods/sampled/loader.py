@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from hopline import ops
-from hopline.contract import WorkDescription
+from hopline.contract import BlockSampler, SamplerSettings, WorkDescription
 from hopline.core.batch import Batch, Block
 from hopline.core.examples import Examples, as_examples
 from hopline.core.row_handles import Readable, Rows
@@ -41,6 +41,7 @@ from hopline.core.tree_layout import TreeSampler
 from hopline.data.dataset import Dataset
 from hopline.device.out_of_memory import free_memory
 from hopline.distributed.world import World
+from hopline.methods.sampled.own_sampler import own_sampler
 from hopline.methods.sampled.seed_loader import RankExamples, SeedLoader, check_names
 from hopline.nn.gnn import GNN
 from hopline.nn.whole_module import Whole
@@ -76,7 +77,7 @@ class Loader(SeedLoader):
     Args:
         data: The dataset.
         examples: The seeds, [n] int64, or `Examples`. A node may come several times.
-        method: The settings, with `fanouts` as numbers.
+        method: The settings, with `fanouts` as numbers, or with a sampler of neighbours.
         seed: Seed of every random draw, together with the epoch.
         device: The device of the batches.
         model: A model whose first layer may read rows of features itself. Such rows stay handles. None:
@@ -124,6 +125,11 @@ class Loader(SeedLoader):
         examples = as_examples(examples)
         if not len(examples):
             raise ValueError("there are no seeds to make batches of: give a split or ids that are not empty")
+        if isinstance(sampler, SamplerSettings | BlockSampler) and not isinstance(sampler, Iterable):
+            raise ValueError(
+                f"the sampler= of a loader is an order of its seeds, and {type(sampler).__name__} samples neighbours: "
+                f"give it to the method, hl.Sampled(sampler={type(sampler).__name__}(...))"
+            )
         self.data = data
         self.examples = examples
         self.method = method
@@ -136,6 +142,9 @@ class Loader(SeedLoader):
         self.layout = resolve_layout(method, data, device, model)
         if self.layout == "tree":
             self.neighbor_sampler = TreeSampler(data.graph, method.fanout_per_layer, replace=method.replace)
+        elif method.sampler is not None:
+            tried_seeds = examples.nodes.to(device) if self.on_gpu else examples.nodes
+            self.neighbor_sampler = own_sampler(method.sampler, data.graph, tried_seeds)
         else:
             self.neighbor_sampler = NeighborSampler(
                 data.graph,
@@ -358,6 +367,8 @@ def resolve_layout(
         )
     if method.layout != "auto":
         return method.layout
+    if method.sampler is not None:
+        return "block"
     if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, GNN):
         return "block"
     x = data.tables.get("x")

@@ -88,7 +88,13 @@ class SampledForms:
     @property
     def predictor(self) -> Predictor:
         """Predicts the peaks of steps with these fan-outs."""
-        return self.outline.predictor(len(self.method.fanout_per_layer))
+        return self.outline.predictor(self.num_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks of a batch. A sampler of the user's tells it by its batches."""
+        num_hops = self.method.num_hops(self.outline.model)
+        return len(self.batches[0].blocks) if num_hops is None else num_hops
 
     def best(self) -> Plan:
         """The fastest plan that fits with whole batches.
@@ -174,7 +180,9 @@ class SampledForms:
         """
         method = self.method
         outline = self.outline
-        allows_tree = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
+        if method.layout == "block" or method.sampler is not None:
+            return None
+        allows_tree = -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
         if outline.compute_place == "host" or not allows_tree:
             return None
 
@@ -205,13 +213,27 @@ class SampledForms:
 
     @cached_property
     def _largest_seed_sizes(self) -> Sizes:
-        """A bound for the sizes of a batch with one seed."""
+        """A bound for the sizes of a batch with one seed. For a sampler of the user's an estimate, by drawing."""
+        if self.method.sampler is not None:
+            return self._drawn_seed_sizes
         return largest_seed_sizes(
             self.method.fanout_per_layer,
             self.outline.data.graph,
             self.outline.train_ids,
             with_replacement=self.method.replace,
         ).with_outputs(self.outline.job.examples.max_per_seed)
+
+    @property
+    def _drawn_seed_sizes(self) -> Sizes:
+        """The largest sizes of a few batches with one seed, those of high in-degree, and a margin."""
+        outline = self.outline
+        ids = outline.train_ids
+        degrees = outline.data.graph.in_degrees(ids)
+        hubs = ids[degrees.topk(min(NUM_DRAWN_BATCHES, ids.numel())).indices]
+        drawn = [Sizes.of(batch) for batch in draw_batches(self.method, outline, 1, hubs)]
+        nodes = [math.ceil(SIZE_MARGIN * max(counts)) for counts in zip(*(s.nodes for s in drawn), strict=True)]
+        edges = [math.ceil(SIZE_MARGIN * max(counts)) for counts in zip(*(s.edges for s in drawn), strict=True)]
+        return Sizes((*nodes[:-1], 1), tuple(edges)).with_outputs(outline.job.examples.max_per_seed)
 
     @cached_property
     def _largest_batch(self) -> Batch:
@@ -226,7 +248,9 @@ class SampledForms:
         batch_copy = MicroBatchBytes.of(self._largest_batch, device=None) if batches_on_host else None
         peaks = []
         for batch in self.batches:
-            sizes = _with_margin(Sizes.of(batch), self.outline.data.graph, with_replacement=self.method.replace)
+            # A sampler of the user's may repeat edges, or have some that are not in the graph.
+            repeats_edges = self.method.replace or self.method.sampler is not None
+            sizes = _with_margin(Sizes.of(batch), self.outline.data.graph, with_replacement=repeats_edges)
             peak_bytes = self.predictor.predict_peak(sizes)
             if batch_copy is not None:
                 peak_bytes = peak_bytes + batch_copy.resident(sizes)
@@ -243,7 +267,7 @@ class SampledForms:
         snapshot_bytes = sum(state_bytes(self.outline.model))
         if self.over_budget in CUTS:
             num_seeds = min(self.method.batch_size, self._num_seeds)
-            num_hops = len(self.method.fanout_per_layer)
+            num_hops = self.num_blocks
             smallest = Sizes((num_seeds,) * (num_hops + 1), (0,) * num_hops)
         elif self.over_budget == "refuse" or not can_split(self.outline.model):
             return snapshot_bytes + self._whole_step_bytes(batches_on_host)
@@ -281,7 +305,7 @@ class SampledForms:
             resident_bytes = sum(item.num_bytes for item in items if item.place == compute_place)
             free_bytes = math.inf if limit is None else limit - resident_bytes
             data_items, placement = place_within(
-                outline, free_bytes - with_evaluation(step_bytes, outline.async_evaluation)
+                method, outline, free_bytes - with_evaluation(step_bytes, outline.async_evaluation)
             )
             items += data_items
         return Plan(
@@ -298,14 +322,14 @@ class SampledForms:
             covers=f"batches of {{}} {plural(method.batch_size, 'seed')}",
             placement=placement,
             batches_on_host=batches_on_host,
-            num_blocks=len(self.method.fanout_per_layer),
+            num_blocks=self.num_blocks,
         )
 
 
-def place_within(outline: Outline, free_bytes: float) -> tuple[list[Item], Placement]:
+def place_within(method: Sampled, outline: Outline, free_bytes: float) -> tuple[list[Item], Placement]:
     """(items, placement) of the data that goes to a GPU with `free_bytes` left for data."""
     sizes = DataBytes.of(outline.data)
-    requested = outline.placement
+    requested = method.placement(outline.placement)
     try:
         # `make_layout` gives data only SHARE of what is free. Here all of it is for data, so it gets more.
         layout = make_layout(sizes, int(max(0.0, min(free_bytes, MAX_FREE_BYTES)) / SHARE), requested)
@@ -344,14 +368,15 @@ def _halvings(count: int) -> Iterator[int]:
     yield 1
 
 
-def draw_batches(method: Sampled, outline: Outline, batch_size: int) -> Iterator[Batch]:
+def draw_batches(method: Sampled, outline: Outline, batch_size: int, examples: Tensor | None = None) -> Iterator[Batch]:
     """The batches of the first epoch, with `batch_size` seeds, in the layout "block".
 
-    They stay on the host if the host samples. Each is prepared when it is asked for.
+    They stay on the host if the host samples. Each is prepared when it is asked for. examples: None for those of the
+    job.
     """
     loader = Loader(
         data=outline.data,
-        examples=outline.job.examples,
+        examples=outline.job.examples if examples is None else examples,
         method=replace(method, batch_size=batch_size, workers=0, look_ahead=1, layout="block", drop_last=False),
         seed=outline.job.seed,
         device=outline.device,

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 from hopline.budget.plan import Budget, Outline, Plan
-from hopline.contract import Job, Method, Work
+from hopline.contract import BlockSampler, Job, Method, SamplerSettings, Work
 from hopline.util.config import check_fanouts, check_fields, check_law, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
@@ -86,6 +86,9 @@ class Sampled(Method):
     scale_sums: bool = False
     """Scaling of sums over sampled edges by degree / sampled, or with `weight` by 1 / probability, so that they
     estimate the full sum. GCNConv always scales."""
+    sampler: SamplerSettings | BlockSampler | None = None
+    """A sampler of your own in place of `fanouts`. Default: none. In Python it is an object with sample(seeds, key),
+    or settings of one."""
     workers: int | Literal["auto"] = "auto"
     """Threads that prepare batches. 0: the training thread does. Default: one per core, up to 8."""
     look_ahead: int | Literal["auto"] = "auto"
@@ -97,6 +100,8 @@ class Sampled(Method):
             object.__setattr__(self, "fanouts", tuple(fanouts))
         if fanouts != "auto":
             check_fanouts(fanouts, self.replace)
+        if self.sampler is not None:
+            _check_sampler(self)
         check_fields(self)
         check_law(self.law, self.weight, self.replace, self.law_every)
         if self.law != "uniform" or self.weight is not None:
@@ -126,11 +131,21 @@ class Sampled(Method):
 
     def for_model(self, model: nn.Module) -> Sampled:
         """A copy of these settings in which "auto" is replaced by a fan-out for each layer of the model."""
-        if self.fanouts != "auto":
+        if self.fanouts != "auto" or self.sampler is not None:
             return self
         from hopline.nn.whole_module import depth_of
 
         return replace(self, fanouts=usual_fanouts(depth_of(model)))
+
+    def num_hops(self, model: nn.Module) -> int | None:
+        """The number of hops around its seeds that a batch has. None: a sampler of the user's decides."""
+        return None if self.sampler is not None else len(self.for_model(model).fanout_per_layer)
+
+    def placement(self, requested: Placement) -> Placement:
+        # A sampler of the user's is asked for blocks on the graph's device, which few are written for.
+        if self.sampler is not None and requested.graph == "auto":
+            return replace(requested, graph="host")
+        return requested
 
     def place(self, data: Dataset, requested: Placement, device: torch.device) -> Dataset:
         """The dataset, placed for a GPU.
@@ -143,7 +158,7 @@ class Sampled(Method):
             data,
             self.placement(requested),
             device,
-            fanouts=self.fanout_per_layer,
+            fanouts=None if self.sampler is not None else self.fanout_per_layer,
             batch_size=self.batch_size,
         )
 
@@ -151,9 +166,6 @@ class Sampled(Method):
         from hopline.methods.sampled.work import inference_batches
 
         return inference_batches(self, job, ids, on_host)
-
-    def num_hops(self, model: nn.Module) -> int:
-        return len(self.for_model(model).fanout_per_layer)
 
     def plan(self, outline: Outline, budget: Budget) -> Plan:
         from hopline.methods.sampled.memory_plan import plan
@@ -213,3 +225,31 @@ class Sampled(Method):
         from hopline.methods.sampled.work import make_loader
 
         return make_loader(self, data, ids, seed=seed, device=device, model=model, world=world, sampler=sampler)
+
+
+def _check_sampler(method: Sampled) -> None:
+    """Refuse what is no sampler of blocks, and settings of hopline's sampler beside one."""
+    sampler = method.sampler
+    name = sampler.__name__ if isinstance(sampler, type) else type(sampler).__name__
+    if isinstance(sampler, type):
+        raise ValueError(f"sampler={name} is a class: give an object, sampler={name}(...)")
+    if not isinstance(sampler, SamplerSettings | BlockSampler):
+        raise ValueError(
+            f"a sampler has sample(seeds, key), which returns blocks, and {name} has not: give sampler= such an "
+            "object. An order of the seeds, as of DistributedSampler, goes to Sampled(...).loader(data, sampler=...)"
+        )
+    if method.fanouts != "auto":
+        raise ValueError(
+            f"{name} decides itself how many in-neighbours a node has: leave out fanouts=, or set fanouts=auto if a "
+            "recipe has them"
+        )
+    if method.replace or method.law != "uniform" or method.weight is not None:
+        raise ValueError(f"{name} decides itself how it draws: leave out replace=, law= and weight=")
+    if method.layout == "tree":
+        raise ValueError(f"{name} gives blocks: set layout=block, or leave it out")
+    if method.scale_sums:
+        raise ValueError(
+            "scale_sums=true scales by degree / sampled edges, which is right if all in-edges of a node are equally "
+            f"likely, and nobody knows that of {name}: leave it out. If it is right, give Block(..., graph=graph, "
+            "scale_sums=True) in sample()"
+        )

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from hopline.budget.plan import Plan
 from hopline.contract import Guard, Job, Redraw, Unit, Work, WorkDescription
 from hopline.core.examples import Examples
-from hopline.core.sampler import NeighborSampler, NodeIds
+from hopline.core.sampler import NodeIds
+from hopline.core.tree_layout import TreeSampler
 from hopline.data.dataset import Dataset, expect_dataset
 from hopline.data.nodes import select_nodes
 from hopline.device.snapshots import evaluating
@@ -34,9 +35,11 @@ from hopline.distributed.world import World
 from hopline.methods.sampled.captured_step import CapturedWork
 from hopline.methods.sampled.collective_loader import CollectiveLoader
 from hopline.methods.sampled.loader import Loader
+from hopline.methods.sampled.own_sampler import OwnSampler
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.whole_module import Whole, as_batch_model, refuse_batches, unwrap
+from hopline.nn.whole_module import Whole, as_batch_model, edge_arrays_read, refuse_batches, unwrap
 from hopline.nn.whole_module_probe import check_batches
+from hopline.shards.collective_sampler import CollectiveSampler
 from hopline.shards.data import ShardedData
 from hopline.shards.shard import Shard
 from hopline.units.batch_unit import BatchUnit
@@ -50,9 +53,9 @@ def bind(method: Sampled, job: Job) -> Work:
         ValueError: The model does not go with the fan-outs, with `scale_sums`, or with sampled blocks.
     """
     method = method.for_model(job.model)
-    num_fanouts = len(method.fanout_per_layer)
-    num_layers = getattr(job.model, "num_layers", num_fanouts)
-    if num_layers != num_fanouts:
+    num_fanouts = method.num_hops(job.model)
+    num_layers = getattr(job.model, "num_layers", None)
+    if num_layers is not None and num_layers != (num_fanouts or num_layers):
         raise ValueError(
             f"the model has {num_layers} layers and fanouts={method.fanouts} names {num_fanouts}: "
             f"give one fan-out per layer, for example fanouts={','.join(['10'] * num_layers)}"
@@ -68,10 +71,6 @@ def bind(method: Sampled, job: Job) -> Work:
         return SampledWork(job, loader)
 
     job.model.check_blocks(job.data.num_features, job.data.graph.edge)
-    # A module that is not made of layers is tried out, to see whether its outputs mean anything in sampled
-    # batches. The trial needs features.
-    if isinstance(job.model, Whole) and "x" in job.data.tables:
-        check_batches(job.model, method.fanout_per_layer, job.data.graph, job.data.x, job.train_ids)
     # Not by `Sampled.loader`: the Trainer has compared the ranks already.
     loader = Loader(
         data=job.data,
@@ -82,6 +81,17 @@ def bind(method: Sampled, job: Job) -> Work:
         model=job.model,
         world=job.world,
     )
+    sampler = loader.neighbor_sampler
+    if isinstance(sampler, OwnSampler) and num_layers not in (None, sampler.num_blocks):
+        raise ValueError(
+            f"the model has {num_layers} layers and {sampler.name}.sample(seeds, key) returns {sampler.num_blocks} "
+            "blocks: return one per layer"
+        )
+    # A module that is not made of layers is tried out, to see whether its outputs mean anything in sampled
+    # batches. The trial needs features.
+    if isinstance(job.model, Whole) and "x" in job.data.tables:
+        fanouts = (1,) * sampler.num_blocks if isinstance(sampler, OwnSampler) else method.fanout_per_layer
+        check_batches(job.model, fanouts, job.data.graph, job.data.x, job.train_ids)
     # A captured step scales its loss by the number of seeds, which is known before its labels are. It reads the labels
     # by node.
     is_captured = not job.task.has_weights and job.examples.y is None
@@ -173,7 +183,9 @@ def _run_once(job: Job, loader: Loader) -> None:
         return
     num_layers = getattr(job.model, "num_layers", 1)
     # One seed and one edge per node: a batch of the usual fan-outs could take more than the budget.
-    tiny = replace(loader.method, fanouts=(1,) * num_layers, batch_size=1, workers=0)
+    tiny = replace(loader.method, batch_size=1, workers=0)
+    if tiny.sampler is None:
+        tiny = replace(tiny, fanouts=(1,) * num_layers)
     # By a loader, which reads rows on the host that the model's device cannot read itself.
     tiny_loader = Loader(
         data=job.data, examples=job.train_ids[:1], method=tiny, seed=job.seed, device=job.device, model=job.model
@@ -224,7 +236,22 @@ class SampledWork(Work):
         None for layout "tree" and for a graph in shards.
         """
         sampler = self.loader.neighbor_sampler
-        return sampler.sample if isinstance(sampler, NeighborSampler) else None
+        return None if isinstance(sampler, TreeSampler | CollectiveSampler) else sampler.sample
+
+    def check_exact(self) -> None:
+        sampler = self.loader.neighbor_sampler
+        edge = self.job.data.graph.edge
+        if not isinstance(sampler, OwnSampler) or sampler.edge.keys() == edge.keys():
+            return
+        on_batches = edge_arrays_read(self.job.model, sampler.edge)
+        on_graph = edge_arrays_read(self.job.model, edge)
+        if set(on_batches) != set(on_graph):
+            raise ValueError(
+                f"the convs read {' and '.join(on_batches) or 'no array'} of the edges that {sampler.name} gives, and "
+                f"{' and '.join(on_graph) or 'no array'} of the graph's, so exact inference would compute something "
+                "else: evaluate by test_step=, such as one that calls hl.infer.sampled, or take convs that read no "
+                "such array"
+            )
 
     def describe(self) -> WorkDescription:
         return self.loader.describe()
