@@ -146,6 +146,7 @@ def test_a_part_without_training_nodes_is_timed_at_a_node_with_a_label(monkeypat
     job = replace(outline.job, data=data, examples=Examples(last))
     part, _ = choosing._shrink(replace(outline, job=job))
     labels = part.job.examples.labels(part.data.y)
+    assert labels is not None
     assert (part.train_ids.tolist(), labels.tolist()) == ([0], y[550:551].tolist())
 
 

@@ -300,9 +300,10 @@ def load_config(folder: Path, *, own_method: str = "", own_sampler: str | None =
         if sampler_name == own_sampler or not sampler_name or own_sampler is None:
             return _from_config(config, own_method)
         loaded = _from_config({**config, "method": {**config["method"], "sampler": None}}, own_method)
-        if not isinstance(loaded.method, Sampled):
+        method: Any = loaded.method
+        if not hasattr(method, "sampler"):  # a method of the user's, which was not imported
             return loaded
-        return replace(loaded, method=replace(loaded.method, sampler=NotImportedSampler(name=sampler_name)))
+        return replace(loaded, method=replace(method, sampler=NotImportedSampler(name=sampler_name)))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{folder / 'config.json'} does not hold the settings of a `hopline train` run: {error}"
