@@ -34,16 +34,18 @@ from hopline.ops.random import LAYERS
 
 NUM_BATCHES, NUM_DRAWS, FANOUT = 10, 60, 2
 FANOUTS = [(15, 10), (15, 10, 5), (10, 10, 10), (10, 5, 5, 3)]
-Ways = dict[str, Callable[[int, int, bool], list[HopKey]]]
+Ways = dict[str, Callable[[int, int, bool, bool], list[HopKey]]]
 WAYS: Ways = {
-    "one key": lambda key, num_hops, _: [HopKey(key, False)] * num_hops,
+    "one key": lambda key, num_hops, *_: [HopKey(key, False)] * num_hops,
     "a key per pair": hop_keys,
-    "a key per layer": lambda key, num_hops, _: [
+    "a key per layer": lambda key, num_hops, *_: [
         HopKey(derive_key(key, LAYERS + hop), False) for hop in range(num_hops)
     ],
 }
 LOOP_WAYS: Ways = {
-    "a key per pair": lambda key, num_hops, _: [HopKey(hop.key, False) for hop in hop_keys(key, num_hops, False)],
+    "a key per pair": lambda key, num_hops, *_: [
+        HopKey(hop.key, False) for hop in hop_keys(key, num_hops, False, False)
+    ],
     "per layer at loops": hop_keys,
 }
 CONVS: dict[str, Callable[[], nn.Module]] = {

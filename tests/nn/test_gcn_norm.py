@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hopline import ops
 from hopline.core import sampler
 from hopline.core.batch import Batch, Block
 from hopline.core.graph import Graph
+from hopline.core.laws import LaborLaw
 from hopline.core.sampler import HopKey, NeighborSampler, hop_keys
 from hopline.core.tree_layout import TreeSampler
 from hopline.nn import GNN
@@ -28,6 +30,7 @@ from tests.support.helpers import (
     conv_of,
     generator,
     graph_of,
+    randint,
     randn,
     random_graph,
     stock,
@@ -220,6 +223,39 @@ def test_a_self_loop_that_two_layers_draw_by_one_key_biases_all_but_gcn(
     graph = hubs_with_leaves(300, loops=True)
     bias = abs(linear_bias(3, NeighborSampler(graph, (2, 1, 1)).sample, graph, kind))
     assert bias < 4 if kind == "gcn" else bias > 8
+
+
+def dense_copies(num_copies: int) -> Graph:
+    """Copies of a graph of 30 nodes, most of which have in-neighbours in common with their in-neighbours. It has
+    double edges, and an edge array "w"."""
+    src, dst = randint(0, 8, 180, seed=1), randint(0, 30, 180, seed=2)
+    src, dst = src[src != dst], dst[src != dst]
+    first = 30 * torch.arange(num_copies)[:, None]
+    w = 0.1 + 3 * torch.rand(src.numel(), generator=generator(3), dtype=torch.float64)
+    return graph_of((first + src).view(-1), (first + dst).view(-1), 30 * num_copies, w=w.repeat(num_copies))
+
+
+@pytest.mark.parametrize("law", [{"weight": "w"}, {"law": "labor"}], ids=["weight", "labor"])
+@pytest.mark.parametrize("kind", ["gcn", "gcn-no-loops", "graph"])
+def test_sums_of_other_laws_are_unbiased(kind: str, law: dict[str, Any]) -> None:
+    graph = dense_copies(300)
+    for fanouts in ((2,), (2, 1), (1, 2, 2)):
+        assert abs(linear_bias(len(fanouts), NeighborSampler(graph, fanouts, **law).sample, graph, kind)) < 4, fanouts
+
+
+def test_layers_that_share_the_numbers_of_sources_are_biased(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 draws node 1 where this has a smaller number than node 2. By the same numbers, node 1 then draws node 6
+    too often, and node 2 too rarely."""
+    src, dst = torch.tensor([1, 2, 2, 6, 7]), torch.tensor([0, 0, 1, 1, 2])
+    first = 30 * torch.arange(300)[:, None]
+    graph = graph_of((first + src).view(-1), (first + dst).view(-1), 9000)
+
+    def bias() -> float:
+        return abs(linear_bias(2, NeighborSampler(graph, (1, 1), law="labor").sample, graph, "graph"))
+
+    assert bias() < 4
+    monkeypatch.setattr(LaborLaw, "key_per_layer", False)
+    assert bias() > 8
 
 
 def test_three_layers_that_read_one_list_are_biased() -> None:

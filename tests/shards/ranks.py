@@ -68,8 +68,19 @@ def check_questions(channel: Channel, shard: Shard) -> None:
 
 def check_sampler(channel: Channel, shard: Shard, data: hl.Dataset, place: Tensor) -> None:
     """Samples are those of one process: for seeds of any owner, for no seeds, and for all neighbours."""
-    for fanouts, again in (((3, 2), False), ((2, 3), True), ((-1, -1), False), ((4, -1, 1), False), ((2, 2, 2), True)):
-        options = {"replace": again, "edge_ids": True, "one_list": again}
+    cases: list[tuple[tuple[int, ...], bool, dict[str, Any]]] = [
+        ((3, 2), False, {}),
+        ((2, 3), True, {"replace": True}),
+        ((-1, -1), False, {}),
+        ((4, -1, 1), False, {}),
+        ((2, 2, 2), True, {"replace": True}),
+        ((3, 2), False, {"weight": "weight"}),
+        ((2, -1, 2), True, {"weight": "weight"}),
+        ((3, 2), False, {"law": "labor"}),
+        ((2, -1, 2), True, {"law": "labor"}),
+    ]
+    for fanouts, one_list, law in cases:
+        options = {"edge_ids": True, "one_list": one_list, **law}
         sampler = CollectiveSampler(shard, channel, fanouts, **options)
         oracle = NeighborSampler(data.graph, fanouts, **options)
         for count in (9, 0):
@@ -118,6 +129,15 @@ def check_early_end(world: World, shard: Shard) -> None:
     assert torch.equal(next(loader.epoch(1)).seeds, first.seeds)
     total = sum(batch.num_seeds for batch in loader.epoch(2))
     assert world.sum([total])[0] == len(loader.examples)
+
+
+def check_weights(channel: Channel, shard: Shard) -> None:
+    """All ranks refuse weights that only one of them has."""
+    wrong = shard.edge["weight"].clone()
+    if channel.rank == 0:
+        wrong[0] = -1
+    with pytest.raises(ValueError, match="'weight' has weights that are negative"):
+        CollectiveSampler(replace(shard, edge={"weight": wrong}), channel, (2,), weight="weight")
 
 
 def check_differences(world: World, shard: Shard) -> None:
@@ -218,6 +238,7 @@ def check(world: World, folder: str) -> dict[str, Any]:
     channel = Channel(world)
     place[channel.all_gather(shard.nodes)] = torch.arange(data.num_nodes)
     check_questions(channel, shard)
+    check_weights(channel, shard)
     check_sampler(channel, shard, data, place)
     sizes = check_loader(world, shard, data)
     check_early_end(world, shard)

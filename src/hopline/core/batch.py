@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 PYG_NAMES = ("edge_index", "edge_attr", "batch_size", "n_id", "e_id", "input_id", "num_sampled_nodes", "num_nodes")
 """Attributes of PyG's NeighborLoader batches that a `Batch` lacks. Their AttributeError says what to use instead."""
+INCLUSION = "inclusion"
+"""Name of the edge array that draws by weight add to a part: the probability with which each edge was drawn."""
 NO_EDGES = (
     "train_step asked for the edges of its batch, and here the outputs are computed part by part before the loss: use "
     "the batch's seeds, labels and tables, or with hl.FullBatch set aggregation=sequential, with other methods leave "
@@ -295,10 +297,26 @@ class Block:
     def sampling_factor(self) -> Tensor:
         """[num_dst] float64: in-edges in the graph divided by in-edges in the block.
 
-        1 for a node without in-edges in the graph.
+        1 for a node without in-edges in the graph. Edges that were drawn by weight have factors of their own
+        (`edge_factors`).
         """
         assert self.graph is not None
         return self.graph.in_degrees(self.dst_ids).clamp(min=1).double() / self.counts.clamp(min=1)
+
+    @property
+    def inclusion(self) -> Tensor | None:
+        """[num_edges] float64: the probability with which each edge was drawn by weight; None for other draws."""
+        if not self.parts or self.graph is None or INCLUSION in self.graph.edge:  # an array of the user's
+            return None
+        return self.parts[0].edge.get(INCLUSION)
+
+    @property
+    def edge_factors(self) -> Tensor:
+        """[num_edges] float64: how often a scaled sum counts each edge, so that its expectation is the full sum."""
+        if self.inclusion is not None:
+            return 1 / self.inclusion
+        part = self.part
+        return torch.repeat_interleave(self.sampling_factor, part.indptr.diff(), output_size=part.num_edges)
 
     @property
     def edge(self) -> Mapping[str, Tensor]:

@@ -24,6 +24,7 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph
+from hopline.core.laws import law_of
 from hopline.util.config import check_fanouts
 
 NodeIds = Tensor | np.ndarray | Sequence[int]
@@ -53,9 +54,9 @@ class NeighborSampler:
     Any number of threads may use one sampler. Blocks are on the graph's device; if the graph is in host memory, they
     are on the device of the seeds.
 
-    The sample of a node depends on the key, the pair of layers and the node alone. `ops.layer_key` says why layers
-    come in pairs. A node with a self-loop draws anew in each layer (`ops.draw_ids`). The sample at a smaller fan-out
-    is part of the sample at a larger one.
+    The sample of a node depends on the key, the pair of layers and the node alone, or with law "labor" on the key, the
+    layer and the node (`laws`). `ops.layer_key` says why layers come in pairs. A node with a self-loop draws anew in
+    each layer (`ops.draw_ids`). The sample at a smaller fan-out is part of the sample at a larger one.
 
     Args:
         graph: The graph to sample from.
@@ -64,9 +65,11 @@ class NeighborSampler:
         edge_ids: Whether parts have `edge_ids`.
         one_list: Whether a node draws the same neighbours in all layers. For models on the union of the blocks.
         repeats: Whether a seed may come several times, as in PyG. Each time it is a node with the same in-edges.
+        law: "uniform" or "labor", as in `hl.Sampled`.
+        weight: Name of the edge array by which neighbours are drawn, as in `hl.Sampled`.
 
     Raises:
-        ValueError: A fan-out is not allowed. From `sample`: seeds are not distinct nodes, [n] int64.
+        ValueError: A fan-out or a law is not allowed. From `sample`: seeds are not distinct nodes, [n] int64.
 
     Example:
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
@@ -83,6 +86,8 @@ class NeighborSampler:
         edge_ids: bool = False,
         one_list: bool = False,
         repeats: bool = False,
+        law: str = "uniform",
+        weight: str | None = None,
     ) -> None:
         check_fanouts(fanouts, replace)
         self.graph = graph
@@ -91,12 +96,14 @@ class NeighborSampler:
         self.edge_ids = edge_ids
         self.one_list = one_list
         self.repeats = repeats
+        self.law = law_of(graph, law, weight, replace)
         self._local = threading.local()
 
-    def sample(self, seeds: Tensor, key: int | Tensor) -> tuple[Block, ...]:
+    def sample(self, seeds: Tensor, key: int | Tensor, draw_key: int | Tensor | None = None) -> tuple[Block, ...]:
         """One block per layer, in the order of computation: the destinations of the last one are the seeds.
 
-        seeds: [n] int64, distinct unless `repeats` is set.
+        seeds: [n] int64, distinct unless `repeats` is set. draw_key: the key of the draws, if that is not `key`. The
+        blocks carry `key`, for dropout.
         """
         seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
@@ -106,7 +113,8 @@ class NeighborSampler:
             seed_idx = self._add_seeds(id_map, seeds)
             num_distinct = id_map.size
             dst_ids = id_map.ids()
-            keys = hop_keys(key, len(self.fanouts), self.one_list)
+            draws = key if draw_key is None else draw_key
+            keys = hop_keys(draws, len(self.fanouts), self.one_list, self.law.key_per_layer)
             for fanout, hop_key in zip(self.fanouts, keys, strict=True):
                 hops.append(self._hop(id_map, dst_ids, fanout, key, hop_key))
                 dst_ids = hops[-1].src_ids
@@ -123,7 +131,6 @@ class NeighborSampler:
         """
         seeds = _on_graph_device(self.graph, seeds)
         check_ids(seeds, self.graph.num_nodes)
-        graph = self.graph
         id_map = self._id_map(seeds.device)
         # One entry per hop.
         src_idx: list[Tensor] = []
@@ -139,7 +146,7 @@ class NeighborSampler:
                 stop = id_map.size
                 node_counts.append(stop)
                 new_ids = id_map.ids()[start:]
-                drawn = ops.sample_neighbors(graph.indptr, graph.indices, new_ids, fanout, key, self.replace)
+                drawn, _ = self.law.draw(new_ids, fanout, key)
                 local_ids = torch.arange(start, stop, device=seeds.device)
                 # With `output_size`, torch need not synchronise with a GPU to learn the number of edges.
                 num_drawn = drawn.edge_ids.numel()
@@ -184,12 +191,10 @@ class NeighborSampler:
         # In this order: where all edges are taken, nobody need know the loops, which costs a pass over the graph.
         if hop_key.loops_apart and fanout >= 0 and graph.has_loop is not None:
             draw_ids = ops.draw_ids(dst_ids, ops.gather_rows(graph.has_loop.to(dst_ids.device), dst_ids))
-        drawn = ops.sample_neighbors(
-            graph.indptr, graph.indices, dst_ids, fanout, hop_key.key, self.replace, draw_ids=draw_ids
-        )
+        drawn, of_law = self.law.draw(dst_ids, fanout, hop_key.key, draw_ids)
         src_idx = id_map.add(drawn.ids)
         edge = {name: ops.gather_rows(array, drawn.edge_ids) for name, array in graph.edge.items()}
-        part = Part(drawn.indptr, src_idx, edge, drawn.edge_ids if self.edge_ids else None)
+        part = Part(drawn.indptr, src_idx, edge | of_law, drawn.edge_ids if self.edge_ids else None)
         return Block(id_map.ids(), dst_ids.numel(), (part,), graph, key, in_graph_order=fanout < 0)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,10 +221,12 @@ class HopKey(NamedTuple):
     """Whether nodes with a self-loop draw by `ops.draw_ids`: in the second layer of a pair."""
 
 
-def hop_keys(key: int | Tensor, num_hops: int, one_list: bool) -> list[HopKey]:
-    """The keys of each hop, that of the seeds first. one_list: as in `NeighborSampler`."""
+def hop_keys(key: int | Tensor, num_hops: int, one_list: bool, key_per_layer: bool) -> list[HopKey]:
+    """The keys of each hop, that of the seeds first. one_list: as in `NeighborSampler`. key_per_layer: as in `Law`."""
     if one_list:
         return [HopKey(key, loops_apart=False)] * num_hops
+    if key_per_layer:  # 2 * layer, since the numbers of layers are counted in pairs
+        return [HopKey(ops.layer_key(key, 2 * layer), loops_apart=False) for layer in reversed(range(num_hops))]
     return [HopKey(ops.layer_key(key, layer), loops_apart=layer % 2 == 1) for layer in reversed(range(num_hops))]
 
 

@@ -47,6 +47,13 @@ class StepExamples(NamedTuple):
     """[n] int64: which examples, those of all ranks."""
     key: int
     """Key of the step's random draws."""
+    draw_key: int
+    """Key by which neighbours are drawn. Several steps may have the same."""
+
+
+def draw_key_of(epoch_key: int, step: int, every: int) -> int:
+    """The key by which a step draws neighbours: that of the first of each `every` steps."""
+    return ops.derive_key(epoch_key, step - step % every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,8 @@ class SeedOrder:
     shuffle: bool
     drop_last: bool
     """Whether to leave out the last step of an epoch if it has fewer examples."""
+    law_every: int = 1
+    """Steps that draw neighbours by one key."""
 
     def __len__(self) -> int:
         num_full, num_remaining = divmod(self.num_examples, self.per_step)
@@ -76,4 +85,4 @@ class SeedOrder:
             numbers, self.per_step, epoch_key, shuffle=self.shuffle, drop_last=self.drop_last, done=examples_done
         )
         for step, batch in enumerate(batches, start=done):
-            yield StepExamples(batch, ops.derive_key(epoch_key, step))
+            yield StepExamples(batch, ops.derive_key(epoch_key, step), draw_key_of(epoch_key, step, self.law_every))

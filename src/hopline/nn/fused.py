@@ -302,8 +302,7 @@ def _reduce(
     if isinstance(rows, ReducedRows) and weight is None and rows.how == how:
         return rows.reduced_and_own if with_own else rows.reduced
     if how == "sum" and block.scale_sums:
-        factor = torch.repeat_interleave(block.sampling_factor, part.indptr.diff(), output_size=part.num_edges)
-        weight = factor if weight is None else weight * factor
+        weight = block.edge_factors if weight is None else weight * block.edge_factors
     # Read the table inside the kernel, if that needs no conversion. Rows on disk are read before, in the
     # order of the file, which the kernel would not keep to.
     if isinstance(rows, Rows):

@@ -7,7 +7,8 @@ of node i. The degree d_i is the weight of all in-edges of i and of its loop.
 
 PyG takes degrees from the edges that it is given, which is wrong on a block. Here d is always the whole
 graph's. Weights of sampled edges are multiplied by the sampling factor of their destination: in-edges in
-the graph over in-edges in the block. So the expectation of the sum is the full sum. Self-loops are added
+the graph over in-edges in the block, or for draws by weight by 1 / `Block.inclusion`. So the expectation of the
+sum is the full sum, over the edges of positive weight in the draws. Self-loops are added
 exactly, and never sampled.
 
 The expectation over several linear layers is that of the whole graph too (`ops.layer_key` says why). Activations
@@ -75,7 +76,10 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
     fill = 2.0 if getattr(conv, "improved", False) and "weight" in graph.edge else 1.0
     degree, loop = _degrees(graph, block.src_ids, add_loops, fill)
     inverse_root = torch.where(degree == 0, 0, degree.pow(-0.5))
-    dst_factor = inverse_root[: block.num_dst] * block.sampling_factor
+    inclusion = block.inclusion
+    dst_factor = inverse_root[: block.num_dst]
+    if inclusion is None:
+        dst_factor = dst_factor * block.sampling_factor
     src_ids = block.src_ids
     if isinstance(block, TreeBlock) and block.on_gpu:
         # A weight for every slot, that of the edge out of it. Seeds have the parent -1, and no edge leaves
@@ -92,6 +96,8 @@ def _compute_weights(conv: Any, block: Block, dtype: torch.dtype) -> tuple[Tenso
         )
         # Global ids, since in a tree one node has several local ids, and loops are recognised by equal ids.
         src, dst = src_ids[part.edge_index]
+    if inclusion is not None:
+        weight = weight / inclusion
     if "weight" in block.edge:
         weight = weight * block.edge["weight"]
     if not add_loops:

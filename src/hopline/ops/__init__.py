@@ -39,10 +39,19 @@ from hopline.ops.cpu.runtime import serial_here, start_threads
 from hopline.ops.cpu.sampling import IdMap
 from hopline.ops.hops import Edges, Relation, Rows
 from hopline.ops.random import another_key, derive_key, draw_ids, layer_key, permutation, purpose_key
-from hopline.ops.reference import Children, Neighbors, SortedIdMap, WeightedNeighbors
+from hopline.ops.reference import (
+    LARGEST_WEIGHT,
+    SMALLEST_WEIGHT,
+    Children,
+    Neighbors,
+    SortedIdMap,
+    WeightedNeighbors,
+)
 from hopline.ops.tree_slots import Slots
 
 __all__ = [
+    "LARGEST_WEIGHT",
+    "SMALLEST_WEIGHT",
     "AnyIdMap",
     "Children",
     "Edges",
@@ -129,7 +138,7 @@ def sample_weighted(
     weight 0 too. weight: [num_edges] float32 or float64, where the graph is. The others as in `sample_neighbors`.
 
     Raises ValueError if a weight of one of the nodes' edges is negative, NaN or infinite, or beyond
-    `reference.SMALLEST_WEIGHT` .. `reference.LARGEST_WEIGHT`.
+    `SMALLEST_WEIGHT` .. `LARGEST_WEIGHT`.
     """
     if weight.shape != indices.shape or weight.dtype not in (torch.float32, torch.float64):
         raise ValueError(

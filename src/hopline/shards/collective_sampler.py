@@ -25,12 +25,13 @@ from torch import Tensor
 from hopline import ops
 from hopline.core.batch import Block, Part
 from hopline.core.graph import Graph, PartialGraph
+from hopline.core.laws import LaborLaw, Law, UniformLaw, WeightedLaw, are_weights, weights_of_draws, wrong_weights
 from hopline.core.sampler import HopKey, hop_keys
 from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.nn.gcn_norm import weights_of
 from hopline.shards.shard import Shard, check_fits, node_ranges
 from hopline.tables import SparseTable, Table
-from hopline.util.config import check_fanouts
+from hopline.util.config import check_fanouts, check_law
 
 CHUNK = 1 << 22
 """Edges whose weights are summed at a time, to limit the memory of temporary arrays."""
@@ -75,9 +76,11 @@ class CollectiveSampler:
         edge_ids: Whether parts have `edge_ids`.
         one_list: Whether a node has the same neighbours in all layers, for models that run on the union of
             the blocks.
+        law: "uniform" or "labor", as in `hl.Sampled`.
+        weight: Name of the edge array by which neighbours are drawn, as in `hl.Sampled`.
 
     Raises:
-        ValueError: A fan-out is not allowed, or shards and ranks do not fit together.
+        ValueError: A fan-out or a law is not allowed, or shards and ranks do not fit together.
 
     Example:
         >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]))
@@ -98,8 +101,11 @@ class CollectiveSampler:
         replace: bool = False,
         edge_ids: bool = False,
         one_list: bool = False,
+        law: str = "uniform",
+        weight: str | None = None,
     ) -> None:
         check_fanouts(fanouts, replace)
+        check_law(law, weight, replace)
         check_fits(shard, channel)
         self.shard = shard
         self.channel = channel
@@ -111,7 +117,12 @@ class CollectiveSampler:
 
         own_part = shard.layout.parts[0]  # the edges among own nodes, so it has all self-loops
         loops = ops.self_loops(own_part.indptr, own_part.src_idx)
-        self.has_loops = bool(channel.max(torch.tensor([loops.numel()])) > 0)
+        has_wrong_weights = weight is not None and not are_weights(weights_of_draws(shard.edge, weight))
+        most_loops, is_wrong = channel.max(torch.tensor([loops.numel(), int(has_wrong_weights)])).tolist()
+        if weight is not None and is_wrong:
+            raise wrong_weights(weight)
+        self.law = _law_of(shard, law, weight, replace)
+        self.has_loops = most_loops > 0
         """Whether some node of the whole graph has an edge to itself."""
         self.has_loop = torch.zeros(shard.num_own, dtype=torch.bool)
         """[num_own] bool: whether each own node has an edge to itself."""
@@ -120,10 +131,12 @@ class CollectiveSampler:
         self.weights = weights_of_shard(shard) if needs_weights else None
         """[num_own, 3] float64: `PartialGraph.weights` of the own nodes; None if degrees say the same."""
 
-    def sample(self, seeds: Tensor, key: int) -> tuple[tuple[Block, ...], RowRequest, RowRequest]:
+    def sample(
+        self, seeds: Tensor, key: int, draw_key: int | None = None
+    ) -> tuple[tuple[Block, ...], RowRequest, RowRequest]:
         """Sample the blocks of a batch. Collective.
 
-        seeds: [n] int64, distinct positions. key: of the batch's draws.
+        seeds: [n] int64, distinct positions. key, draw_key: as in `NeighborSampler.sample`.
 
         Returns (blocks in the order of computation, a request for rows of the first block's sources, one
         for rows of the seeds). `fetch` turns a request into rows.
@@ -139,7 +152,8 @@ class CollectiveSampler:
             positions = seeds
             seed_request = RowRequest(self.channel, ptr, seeds)
             request = seed_request
-            keys = hop_keys(key, len(self.fanouts), self.one_list)
+            draws = key if draw_key is None else draw_key
+            keys = hop_keys(draws, len(self.fanouts), self.one_list, self.law.key_per_layer)
             for fanout, hop_key in zip(self.fanouts, keys, strict=True):
                 sampled = self._request_edges(request, fanout, hop_key)
                 part = Part(sampled.indptr, id_map.add(sampled.sources), sampled.edge, sampled.edge_ids)
@@ -171,20 +185,19 @@ class CollectiveSampler:
         if hop_key.loops_apart:
             nodes = ops.draw_ids(nodes, ops.gather_rows(self.has_loop, rows))
         # Edge numbers stand where a graph has the sources of its edges, so the "neighbours" are edge numbers.
-        drawn = ops.sample_neighbors(
-            shard.indptr, shard.edge_numbers, rows, fanout, hop_key.key, self.replace, draw_ids=nodes
-        )
+        drawn, of_law = self.law.draw(rows, fanout, hop_key.key, nodes)
         edge_numbers = drawn.ids.long()
 
         answers = [shard.sources(edge_numbers)]
         if self.edge_ids:
             answers.append(ops.gather_rows(shard.edge_ids, edge_numbers))
         answers += [ops.gather_rows(array, edge_numbers) for array in shard.edge.values()]
+        answers += of_law.values()
         indptr, received = request.reply_lists(drawn.indptr.diff(), answers)
 
         sources, *edge_arrays = received
         edge_ids = edge_arrays.pop(0) if self.edge_ids else None
-        return _SampledEdges(indptr, sources, edge_ids, dict(zip(shard.edge, edge_arrays, strict=True)))
+        return _SampledEdges(indptr, sources, edge_ids, dict(zip([*shard.edge, *of_law], edge_arrays, strict=True)))
 
     def _request_degrees(self, request: RowRequest) -> tuple[Tensor, PartialGraph]:
         """(global ids, degrees and sums of weights in the whole graph) of the nodes of a request."""
@@ -194,6 +207,17 @@ class CollectiveSampler:
         ids, degrees = request.reply(torch.stack(columns, 1)).t().contiguous()
         weights = None if self.weights is None else request.reply(ops.gather_rows(self.weights, rows))
         return ids, PartialGraph.of(shard.edge, ids, degrees, self.has_loops, weights)
+
+
+def _law_of(shard: Shard, law: str, weight: str | None, replace: bool) -> Law:
+    """The law by which the edges of own nodes are drawn. What it draws are their numbers."""
+    edge_numbers = shard.edge_numbers
+    if weight is not None:
+        return WeightedLaw(shard.indptr, edge_numbers, ops.gather_rows(shard.edge[weight], edge_numbers))
+    if law == "labor":
+        sources = shard.source_ids(edge_numbers.long())
+        return LaborLaw(shard.indptr, edge_numbers, ops.edge_copies(shard.indptr, sources), sources)
+    return UniformLaw(shard.indptr, edge_numbers, replace)
 
 
 def weights_of_shard(shard: Shard) -> Tensor:

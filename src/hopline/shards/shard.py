@@ -181,6 +181,16 @@ class Shard:
             raise ValueError(f"a node is not of shard {self.rank}: give ids that are in shard.nodes")
         return rows
 
+    def source_ids(self, edge_numbers: Tensor) -> Tensor:
+        """[n] int64: the ids of the source nodes of some edges. The argument is that of `sources`."""
+        owner = torch.bucketize(edge_numbers, self.part_ptr[1:-1], right=True)
+        idx = ops.gather_rows(self.src_idx, edge_numbers).long()
+        is_own = owner == self.rank
+        ids = torch.empty_like(idx)
+        ids[is_own] = ops.gather_rows(self.nodes, idx[is_own])
+        ids[~is_own] = ops.gather_rows(self.halo_nodes, (idx + self.halo_ptr[owner])[~is_own])
+        return ids
+
     def sources(self, edge_numbers: Tensor) -> Tensor:
         """[n] int64: the positions of the source nodes of some edges.
 

@@ -858,3 +858,16 @@ def check_fanouts(fanouts: Sequence[int], replace: bool = False) -> None:
             raise ValueError(f"a fan-out is a positive number or -1 for all neighbours, not {fanout}")
         if fanout == -1 and replace:
             raise ValueError("fan-out -1 takes all neighbours, which replace=True cannot: give a positive fan-out")
+
+
+def check_law(law: str, weight: str | None, replace: bool = False, every: int = 1) -> None:
+    """Raise ValueError for settings of draws that do not go together. every: the setting `law_every`."""
+    if law not in ("uniform", "labor"):
+        raise ValueError(f"law must be 'uniform' or 'labor', not {law!r}")
+    if law == "labor" and weight is not None:
+        raise ValueError(f"law=labor draws by the sources alone: leave out weight={weight}, or set law=uniform")
+    if replace and (law == "labor" or weight is not None):
+        name = "law=labor" if weight is None else f"weight={weight}"
+        raise ValueError(f"{name} draws without replacement: leave out replace")
+    if every < 1 or (every > 1 and law != "labor"):
+        raise ValueError(f"law_every must be at least 1, and more than 1 goes with law=labor alone, not {every}")

@@ -56,6 +56,8 @@ class _Request:
     """The number of examples of all ranks."""
     key: int
     """Key of the step's random draws."""
+    draw_key: int
+    """Key by which neighbours are drawn."""
 
 
 class CollectiveLoader:
@@ -114,7 +116,13 @@ class CollectiveLoader:
         self.device = torch.device(device)
         self.channel = Channel(world) if channel is None else channel
         self.neighbor_sampler = CollectiveSampler(
-            shard, self.channel, method.fanout_per_layer, replace=method.replace, one_list=one_list
+            shard,
+            self.channel,
+            method.fanout_per_layer,
+            replace=method.replace,
+            one_list=one_list,
+            law=method.law,
+            weight=method.weight,
         )
         self.tables = _choose_tables(shard.tables, tables)
         own_y = ids.y if isinstance(ids, Examples) else None
@@ -134,6 +142,7 @@ class CollectiveLoader:
             per_step=method.batch_size * self.channel.size,
             shuffle=method.shuffle,
             drop_last=method.drop_last,
+            law_every=method.law_every,
         )
         self._next_epoch = 1
 
@@ -188,19 +197,19 @@ class CollectiveLoader:
 
     def _requests(self, epoch: int, done: int, examples_done: int) -> Iterator[_Request]:
         """The steps of an epoch, as this rank samples them. The arguments are those of `epoch`."""
-        for numbers, key in self._order.steps(ops.derive_key(self.seed, epoch), done, examples_done):
+        for numbers, key, draw_key in self._order.steps(ops.derive_key(self.seed, epoch), done, examples_done):
             # Sorted by position, a rank's share is mostly its own nodes, if the shards have equally many
             # seeds.
             if self.method.shuffle:
                 numbers = numbers[self.examples.nodes[numbers].argsort(stable=True)]
             share = share_of(numbers, self.channel.rank, self.channel.size)
-            yield _Request(share, numbers.numel(), key)
+            yield _Request(share, numbers.numel(), key, draw_key)
 
     def _prepare(self, request: _Request) -> Batch:
         """Sample the blocks of a step, and fetch the rows of their nodes. Collective."""
         examples = self.examples
         seeds, output_idx = examples.distinct(examples.nodes[request.numbers])
-        blocks, input_request, seed_request = self.neighbor_sampler.sample(seeds, request.key)
+        blocks, input_request, seed_request = self.neighbor_sampler.sample(seeds, request.key, request.draw_key)
         if self.method.scale_sums:
             blocks = tuple(block.with_scale_sums(True) for block in blocks)
         trace.count("edges.sampled", sum(block.num_edges for block in blocks))

@@ -143,6 +143,8 @@ class Loader(SeedLoader):
                 replace=method.replace,
                 one_list=isinstance(model, Whole),
                 repeats=sampler is not None or batch_sampler is not None,
+                law=method.law,
+                weight=method.weight,
             )
         self.read_by_gpu = self._is_read_by_gpu()
         self.keeps_handle = self._can_keep_handle()
@@ -158,6 +160,7 @@ class Loader(SeedLoader):
             seed=seed,
             num_workers=method.workers,
             look_ahead=method.look_ahead,
+            law_every=method.law_every,
             on_gpu=self.on_gpu,
             world=world,
             sampler=sampler,
@@ -257,7 +260,7 @@ class Loader(SeedLoader):
             # Trees are drawn by slot, and slots are numbered over the seeds of all ranks.
             blocks: tuple[Block, ...] = self.neighbor_sampler.sample(seeds, step.key, step.first)
         else:
-            blocks = self.neighbor_sampler.sample(seeds, step.key)
+            blocks = self.neighbor_sampler.sample(seeds, step.key, step.draw_key)
         if self.method.scale_sums:
             blocks = tuple(block.with_scale_sums(True) for block in blocks)
         if not self.on_gpu:  # counting the edges of a tree would synchronise with the GPU

@@ -56,6 +56,11 @@ MAX_FREE_BYTES = 1 << 50
 
 def plan(method: Sampled, outline: Outline, budget: Budget) -> Plan:
     """The plan of the fastest form in which whole batches fit, else of one in which micro-batches fit."""
+    if method.weight is not None and budget.over_budget in CUTS:
+        raise ValueError(
+            f"over_budget={budget.over_budget} leaves drawn edges out, after which weight={method.weight} no longer "
+            "knows with what probability an edge is in a batch: set over_budget=split"
+        )
     forms = SampledForms(method, outline, outline.limits(budget), budget.over_budget)
     best = forms.best()
     return replace(best, price=forms.price_of(best))

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hopline import ops
-from hopline.core.seed_order import SeedOrder, StepExamples, share_of
+from hopline.core.seed_order import SeedOrder, StepExamples, draw_key_of, share_of
 from hopline.distributed.world import World
 from hopline.pipeline.stages import resolve_threads
 from hopline.util.log import logger
@@ -45,6 +45,8 @@ class RankExamples(NamedTuple):
     """[n] int64: which of the loader's examples."""
     key: int
     """Key of the step's random draws, the same on all ranks."""
+    draw_key: int
+    """Key by which neighbours are drawn, the same on all ranks."""
     first: int
     """Position of the first of them among the examples of all ranks."""
     total: int | None
@@ -64,6 +66,7 @@ class SeedLoader(DataLoader):
         seed: Seed of every random draw, together with the epoch. None: torch's default generator decides.
         num_workers: Threads that prepare batches. 0: the thread that iterates does.
         look_ahead: Batches prepared before they are needed.
+        law_every: Steps that draw neighbours by one key.
         on_gpu: Whether a GPU samples. Then there are no threads.
         world: The ranks that share the seeds of each step. None: all seeds are this rank's.
         sampler: Their numbers, in an order, as of `torch.utils.data.DistributedSampler`.
@@ -90,6 +93,7 @@ class SeedLoader(DataLoader):
         world: World | None,
         sampler: Iterable[int] | None,
         batch_sampler: Iterable[list[int]] | None,
+        law_every: int = 1,
     ) -> None:
         self._follows_sampler = sampler is not None or batch_sampler is not None
         if world is not None and not isinstance(world, World):
@@ -110,7 +114,11 @@ class SeedLoader(DataLoader):
         self.threads = (0, 1) if on_gpu else resolve_threads(num_workers, look_ahead, self.num_cores)
         """(threads that prepare batches, batches that they may be ahead). A GPU works in order, without threads."""
         self._order = SeedOrder(
-            num_examples=num_examples, per_step=batch_size * self.size, shuffle=bool(shuffle), drop_last=drop_last
+            num_examples=num_examples,
+            per_step=batch_size * self.size,
+            shuffle=bool(shuffle),
+            drop_last=drop_last,
+            law_every=law_every,
         )
         self._num_epochs = 0
         self._num_collated = 0
@@ -178,10 +186,10 @@ class SeedLoader(DataLoader):
 
     def _shared_steps(self, steps: Iterable[StepExamples]) -> Iterator[RankExamples]:
         """This rank's share of each step."""
-        for numbers, key in steps:
+        for numbers, key, draw_key in steps:
             first = numbers.numel() * self.rank // self.size
             total = None if self.world is None else numbers.numel()
-            yield RankExamples(share_of(numbers, self.rank, self.size), key, first, total)
+            yield RankExamples(share_of(numbers, self.rank, self.size), key, draw_key, first, total)
 
     def _sampled_steps(self, epoch_key: int) -> Iterator[RankExamples]:
         """The steps that the sampler gives."""
@@ -193,7 +201,8 @@ class SeedLoader(DataLoader):
         numbers = torch.as_tensor(positions)
         # Trees draw by slot, so the slots of ranks must differ.
         first = dist.get_rank() * numbers.numel() if _num_ranks() > 1 else 0
-        return RankExamples(numbers, ops.derive_key(epoch_key, step), first, total=None)
+        draw_key = draw_key_of(epoch_key, step, self._order.law_every)
+        return RankExamples(numbers, ops.derive_key(epoch_key, step), draw_key, first, total=None)
 
     def _collate(self, positions: list[int]) -> Any:
         """The batch of items of the dataset, which are positions in the seeds. Every call draws anew."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from hopline.budget.plan import Budget, Outline, Plan
 from hopline.contract import Job, Method, Work
-from hopline.util.config import check_fanouts, check_fields, settings
+from hopline.util.config import check_fanouts, check_fields, check_law, settings
 
 if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     import torch
@@ -66,6 +66,14 @@ class Sampled(Method):
     """Seeds per batch and rank."""
     replace: bool = False
     """Draws of neighbours: with replacement (true), or without (false)."""
+    law: Literal["uniform", "labor"] = "uniform"
+    """Draws of neighbours: each on its own (`uniform`), or so that nodes draw the same ones where they can (`labor`),
+    which makes batches smaller. `labor` takes layout `block`."""
+    law_every: int = 1
+    """Steps in which law `labor` keeps its choices. More steps read more rows again, from caches."""
+    weight: str | None = None
+    """Name of the edge array by which neighbours are drawn: the chance of an edge is like its weight. It takes layout
+    `block`. Default: all in-edges of a node have the same chance."""
     layout: Literal["auto", "block", "tree"] = "auto"
     """Layout of a batch. `block` has every node once, `tree` a slot for every draw, so that shapes never
     change. Default: tree if a GPU reads graph and features itself, else block."""
@@ -74,8 +82,8 @@ class Sampled(Method):
     drop_last: bool = False
     """Last batch of an epoch if it is not full: left out (true), or trained (false)."""
     scale_sums: bool = False
-    """Scaling of sums over sampled edges by degree / sampled, so that they estimate the full sum. GCNConv
-    always scales."""
+    """Scaling of sums over sampled edges by degree / sampled, or with `weight` by 1 / probability, so that they
+    estimate the full sum. GCNConv always scales."""
     workers: int | Literal["auto"] = "auto"
     """Threads that prepare batches. 0: the training thread does. Default: one per core, up to 8."""
     look_ahead: int | Literal["auto"] = "auto"
@@ -88,6 +96,11 @@ class Sampled(Method):
         if fanouts != "auto":
             check_fanouts(fanouts, self.replace)
         check_fields(self)
+        check_law(self.law, self.weight, self.replace, self.law_every)
+        if self.law != "uniform" or self.weight is not None:
+            if self.layout == "tree":
+                raise ValueError("layout=tree draws each slot on its own, and uniformly: set layout=block")
+            object.__setattr__(self, "layout", "block")
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {self.batch_size}")
         for name, minimum in (("workers", 0), ("look_ahead", 1)):
@@ -120,7 +133,7 @@ class Sampled(Method):
     def place(self, data: Dataset, requested: Placement, device: torch.device) -> Dataset:
         """The dataset, placed for a GPU.
 
-        If rows are cached there, they are those that these fan-outs read most often.
+        If rows are cached there, they are those that these fan-outs read most often in uniform draws.
         """
         from hopline.data.placement import place
 
