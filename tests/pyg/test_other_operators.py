@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_geometric
 from torch_geometric.data import Data
 from torch_geometric.loader import ClusterData, ClusterLoader
 from torch_geometric.nn import HeteroDictLinear, HeteroLinear, Node2Vec, RGCNConv
@@ -109,7 +110,9 @@ def test_typed_linear_layers_are_the_same_with_products_of_ours():
         assert_close(out, expected_dict[name], 1e-5)
 
 
-def test_rgcn_keeps_its_mean_per_relation_unless_products_are_asked_for():
+def test_rgcn_keeps_its_mean_per_relation_unless_products_are_asked_for(monkeypatch: pytest.MonkeyPatch):
+    # Else PyG decides by the sizes, and small ones are never multiplied segment by segment.
+    monkeypatch.setattr(torch_geometric.backend, "use_segment_matmul", True)
     conv = RGCNConv(4, 5, num_relations=3, aggr="mean").double()
     kinds = randint(0, 3, 300, 5)
     rows = randn(60, 4)
@@ -120,3 +123,5 @@ def test_rgcn_keeps_its_mean_per_relation_unless_products_are_asked_for():
         counts = torch.bincount(destination, minlength=60).clamp(min=1)
         expected = expected + (summed / counts[:, None]) @ conv.weight[relation]
     assert_close(conv(rows, EDGE_INDEX, kinds), expected)
+    hopline.pyg.use(matmul=True)
+    assert float((conv(rows, EDGE_INDEX, kinds) - expected).detach().abs().max()) > 0.01

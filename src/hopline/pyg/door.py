@@ -224,3 +224,5 @@ _door = _Door()
 _door.define()
 _door.enter(preferred=False, matmul=False)
 compile_kernels()  # here, before a DataLoader forks its workers
+with torch.random.fork_rng(devices=[]):
+    random_walk(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]), 1, 1.0, 1.0)

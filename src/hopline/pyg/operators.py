@@ -247,7 +247,7 @@ def check_arrays(
 
 
 def compile_kernels() -> None:
-    """Call the operators once in each way, so that a process that is forked afterwards compiles nothing.
+    """Call both operators once in each way, so that a process that is forked afterwards compiles nothing.
 
     For int64 ids, which PyG makes, and float32 weights. Kernels that an earlier process has compiled are on disk.
     The caller's generator is left as it was.
