@@ -110,6 +110,15 @@ def test_typed_linear_layers_are_the_same_with_products_of_ours():
         assert_close(out, expected_dict[name], 1e-5)
 
 
+@pytest.mark.parametrize("matmul", [False, True])
+def test_layers_are_compiled_by_torchscript(matmul: bool):
+    hopline.pyg.use(matmul=matmul)
+    layer = HeteroLinear(4, 5, num_types=3)
+    kinds = randint(0, 3, 20)
+    rows = randn(20, 4, dtype=torch.float32)
+    assert_close(torch.jit.script(layer)(rows, kinds), layer(rows, kinds), 1e-5)
+
+
 def test_rgcn_keeps_its_mean_per_relation_unless_products_are_asked_for(monkeypatch: pytest.MonkeyPatch):
     # Else PyG decides by the sizes, and small ones are never multiplied segment by segment.
     monkeypatch.setattr(torch_geometric.backend, "use_segment_matmul", True)

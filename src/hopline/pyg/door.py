@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -103,9 +103,23 @@ def _metis(
     return torch.ops.pyg.metis(rowptr, col, num_partitions, node_weight, edge_weight, recursive)
 
 
-_PACKAGE = SimpleNamespace(
-    ops=SimpleNamespace(segment_matmul=_segment_matmul, grouped_matmul=_grouped_matmul, index_sort=_index_sort),
-    partition=SimpleNamespace(metis=_metis),
+def _module(name: str, **members: Any) -> ModuleType:
+    """A module, since `torch.jit.script` looks up names in modules alone."""
+    module = ModuleType(name)
+    for member, value in members.items():
+        setattr(module, member, value)
+    return module
+
+
+_PACKAGE = _module(
+    "hopline.pyg.pyg_lib",
+    ops=_module(
+        "hopline.pyg.pyg_lib.ops",
+        segment_matmul=_segment_matmul,
+        grouped_matmul=_grouped_matmul,
+        index_sort=_index_sort,
+    ),
+    partition=_module("hopline.pyg.pyg_lib.partition", metis=_metis),
 )
 """What PyG's modules call `pyg_lib`."""
 
