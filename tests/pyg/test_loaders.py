@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.loader import LinkNeighborLoader, NeighborLoader
-from torch_geometric.nn import GraphConv, SAGEConv, to_hetero
+from torch_geometric.nn import GraphConv, GraphSAGE, SAGEConv, to_hetero
 from torch_geometric.sampler import NegativeSampling
 from torch_geometric.testing import MyFeatureStore, MyGraphStore
 from torch_geometric.utils import k_hop_subgraph
@@ -111,6 +111,52 @@ def test_a_typed_model_on_all_neighbours_equals_the_model_on_the_graph():
     for batch in NeighborLoader(data, [-1, -1], input_nodes="paper", batch_size=16):
         ours = model(batch.x_dict, batch.edge_index_dict)["paper"][: batch["paper"].batch_size]
         assert torch.allclose(ours, expected[batch["paper"].input_id], rtol=0, atol=1e-12)
+
+
+def test_trimmed_layers_compute_what_whole_batches_do():
+    """PyG's `trim_to_layer` relies on the counts of each hop, and on rows and edges that come hop by hop."""
+    data = homogeneous()
+    data.x = torch.randn(NUM_NODES, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    model = GraphSAGE(4, 8, num_layers=3, out_channels=2).double()
+    for batch in NeighborLoader(data, [4, 3, 2], batch_size=16):
+        whole = model(batch.x, batch.edge_index)[: batch.batch_size]
+        counts = (batch.num_sampled_nodes, batch.num_sampled_edges)
+        trimmed = model(
+            batch.x, batch.edge_index, num_sampled_nodes_per_hop=counts[0], num_sampled_edges_per_hop=counts[1]
+        )
+        assert torch.allclose(trimmed[: batch.batch_size], whole, rtol=0, atol=1e-12)
+
+
+def test_a_typed_timed_link_model_learns():
+    """The loop of PyG's examples and of RelBench: negatives, times, `to_hetero`, an optimizer."""
+    torch.manual_seed(0)
+    data = typed()
+    for name, store in data.node_items():
+        store.x = torch.randn(store.num_nodes, 8, generator=torch.Generator().manual_seed(len(name)))
+    for relation, store in data.edge_items():
+        store.time = randint(0, 50, store.num_edges, len(relation[1]))
+        del store.edge_attr
+    labels = data[WRITES].edge_index
+    loader = LinkNeighborLoader(
+        data, [4, 4], edge_label_index=(WRITES, labels), edge_label_time=data[WRITES].time - 1, time_attr="time",
+        neg_sampling=NegativeSampling("binary"), batch_size=100, shuffle=True,
+    )  # fmt: skip
+    encoder = to_hetero(GraphSAGE(8, 16, num_layers=2), data.metadata())
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=0.01)
+    losses = []
+    for _ in range(8):
+        total = 0.0
+        for batch in loader:
+            optimizer.zero_grad()
+            out = encoder(batch.x_dict, batch.edge_index_dict)
+            source, destination = batch[WRITES].edge_label_index
+            scores = (out["author"][source] * out["paper"][destination]).sum(-1)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(scores, batch[WRITES].edge_label)
+            loss.backward()
+            optimizer.step()
+            total += float(loss.detach())
+        losses.append(total)
+    assert losses[-1] < 0.9 * losses[0]
 
 
 def test_disjoint_batches_have_a_tree_for_every_seed():
