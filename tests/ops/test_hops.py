@@ -310,6 +310,18 @@ def test_times_that_do_not_ascend_never_let_the_future_in(module, of_nodes: bool
 
 
 @pytest.mark.parametrize("module", [ops, hops])
+def test_too_few_bounds_or_weights_are_refused(module):
+    relation = Relation(0, 0, torch.tensor([0, 2]), torch.tensor([0, 0]), (1,), 1, times=torch.tensor([0, 1]))
+    seeds = [(0, torch.tensor([0, 0]))]
+    with pytest.raises(ValueError, match="one bound for each of 2 examples"):
+        module.sample_hops([relation], seeds, 1, is_disjoint=True, bounds=torch.tensor([3]))
+    with pytest.raises(ValueError, match="one bound for each of 0 examples"):
+        module.sample_hops([relation], seeds, 1, bounds=torch.tensor([3, 3]))
+    with pytest.raises(ValueError, match="one weight for each edge"):
+        module.sample_hops([relation._replace(times=None, weight=torch.ones(1))], seeds, 1)
+
+
+@pytest.mark.parametrize("module", [ops, hops])
 @pytest.mark.parametrize("bad", [-1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("replace", [False, True])
 def test_weights_that_nothing_can_be_drawn_by_are_refused(module, bad: float, replace: bool):

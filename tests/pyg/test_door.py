@@ -124,3 +124,27 @@ print("left alone")
 def test_an_installed_pyg_lib_is_left_alone_unless_ours_is_asked_for(tmp_path: Path):
     (tmp_path / "pyg_lib.py").write_text(PYG_LIB)
     assert run(WITH_PYG_LIB, tmp_path) == "left alone\n"
+
+
+COMPILED = """
+import torch, hopline.pyg
+from hopline.ops.cpu import hops, sampling, walks
+def signatures():
+    kernels = [v for module in (hops, sampling, walks) for v in vars(module).values() if hasattr(v, "signatures")]
+    return [len(kernel.signatures) for kernel in kernels]
+before = signatures()
+from torch_geometric.data import Data
+from torch_geometric.loader import NeighborLoader
+data = Data(edge_index=torch.randint(60, (2, 500)), w=torch.rand(500), t=torch.randint(9, (500,)), num_nodes=60)
+options = [{}, {"replace": True}, {"disjoint": True}, {"weight_attr": "w"}, {"weight_attr": "w", "replace": True}]
+options += [{"time_attr": "t", "input_time": torch.full((60,), 5), "temporal_strategy": s} for s in ("uniform", "last")]
+for option in options:
+    assert sum(batch.num_edges for batch in NeighborLoader(data, [3, -1], batch_size=20, **option)) > 0
+torch.ops.pyg.random_walk(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([0]), 3, 2.0, 1.0)
+assert sum(before) > 0
+print(signatures() == before)
+"""
+
+
+def test_the_import_compiles_all_that_a_forked_worker_calls():
+    assert run(COMPILED) == "True\n"

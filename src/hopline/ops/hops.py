@@ -203,6 +203,7 @@ def _draw_weighted_repeated(segments: Segments, weight: Tensor, fanout: int) -> 
     for i, (start, stop, state) in enumerate(zip(*(field.tolist() for field in segments), strict=True)):
         sums = reference.check_weights(weight[start:stop]).cumsum(0)
         if stop > start and sums[-1] > 0:
+            _expect(bool(sums[-1].isfinite()), reference.WRONG_WEIGHT)
             levels = uniform(draw_from(torch.full_like(position, state), position), LEVEL_BITS) * sums[-1]
             drawn.append(start + torch.searchsorted(sums, levels, right=True))
             counts[i] = fanout
@@ -269,6 +270,11 @@ def sample_hops(
             num_examples += ids.numel()
         maps[kind].add_each(ids)
     _expect(num_examples < 1 << (ALL_BITS - NODE_BITS), "a batch may have at most 2**31 disjoint seeds")
+    # Kernels read one bound per example, and one weight per edge, unchecked.
+    _expect(bounds is None or bounds.numel() == num_examples, f"give one bound for each of {num_examples} examples")
+    for relation in relations:
+        num_weights = relation.indices.numel() if relation.weight is None else relation.weight.numel()
+        _expect(num_weights == relation.indices.numel(), "give one weight for each edge")
 
     rows_per_hop = [[rows.size] for rows in maps]
     drawn_of: list[list[tuple[Tensor, Drawn]]] = [[] for _ in relations]

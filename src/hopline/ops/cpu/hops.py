@@ -135,6 +135,8 @@ def _draw_weighted_repeated(starts, stops, states, weight, fanout, longest, out_
                 return False
             sum_so_far += w
             sums[place] = sum_so_far
+        if sum_so_far == np.inf:  # no level would lie below the sum
+            return False
         state = states[i]
         for _ in range(fanout if sum_so_far > 0 else 0):
             state += GOLDEN
