@@ -14,6 +14,7 @@ import inspect
 import re
 import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -108,6 +109,16 @@ def run_page(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
         for words in commands_of(page):
             run_command(words, folder)
     return names
+
+
+@pytest.fixture(autouse=True)
+def _pyg_as_in_a_new_process() -> Iterator[None]:
+    """`import hopline.pyg` on a page does what it does the first time, and the next test finds PyG without it."""
+    if "hopline.pyg" in sys.modules:
+        sys.modules["hopline.pyg"].use()
+    yield
+    if "hopline.pyg" in sys.modules:
+        sys.modules["hopline.pyg"].reset()
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.stem)

@@ -16,7 +16,7 @@ ROWS = (
     "distributed pipeline tables report nn data",
     "contract units | layerwise",
     "budget",
-    "shards inference | interop",
+    "shards inference | interop | pyg",
     "methods/partitioned methods/sampled | methods/partitioned methods/historical",
     "methods/full_batch methods",
     "training",

@@ -23,7 +23,7 @@ ONLY_IN = {
     "numba": ("ops/cpu/",),
     "llvmlite": ("ops/cpu/",),
     "triton": ("ops/gpu/",),
-    "torch_geometric": ("nn/", "data/", "shards/convs/", "methods/sampled/pyg_loader.py", "run/models.py"),
+    "torch_geometric": ("nn/", "data/", "pyg/", "shards/convs/", "methods/sampled/pyg_loader.py", "run/models.py"),
     "typer": ("cli.py",),
     "pickle": (),
 }
@@ -91,6 +91,7 @@ WRITES_INTO_OTHERS = {
     "nn/probe.py": "caches of PyG's convs are emptied for a call, and come back after it",
     "nn/push_and_pull.py": "convs with GCN's norm take degrees from the graph while they run on a batch",
     "units/loss_at_outputs.py": "a train_step must get the model itself, which answers with outputs that are known",
+    "pyg/door.py": "PyG's flags, and operators of pyg-lib that are to be ours, say what is there",
     "device/pinned.py": "a tensor holds what keeps its memory registered, for as long as it lives",
     "util/lazy.py": "a package keeps the names that were imported on first use",
     "util/output.py": "other standard streams take the place of those of `sys` during a run",

@@ -10,6 +10,7 @@
 | `hl.metrics` | accuracy, F1, ROC-AUC, MRR |
 | `hl.shards` | datasets partitioned into a shard per rank |
 | `hl.interop` | samplers and tables for other frameworks |
+| `hopline.pyg` | an import that lets PyG's own loaders run without pyg-lib |
 | `hl.extend` | names for authors of methods, tables, convs and callbacks |
 
 Names are imported on first use, so that `import hopline` costs nothing (`util/lazy.py`). Examples in
@@ -98,12 +99,13 @@ __getattr__, __dir__ = on_first_use(
     missing={
         **dict.fromkeys(
             ("LinkNeighborLoader", "LinkLoader"),
-            "links are not supported yet: keep torch_geometric.loader.LinkNeighborLoader",
+            "links are not supported yet: keep torch_geometric.loader.LinkNeighborLoader, with `import hopline.pyg`",
         ),
         **dict.fromkeys(
             ("HeteroData", "HGTLoader"),
             "typed graphs are not supported yet: make nodes of one type by hl.from_pyg(data.to_homogeneous())",
         ),
+        "pyg": "it is a module of its own: write `import hopline.pyg`",
         "TemporalData": "graphs with time are not supported yet: keep torch_geometric.loader.TemporalDataLoader",
     },
 )

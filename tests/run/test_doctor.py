@@ -17,6 +17,14 @@ def findings() -> dict[str, tuple[str, bool]]:
     return {what: (finding, fine) for what, finding, fine in doctor.examine()}
 
 
+def test_doctor_says_what_pygs_loaders_sample_by(monkeypatch: pytest.MonkeyPatch):
+    installed = [set()]
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: name in installed[0] or None)
+    assert "`import hopline.pyg`" in doctor._samplers_of_pyg()
+    installed[0] = {"torch_sparse"}
+    assert doctor._samplers_of_pyg() == "sample by torch_sparse"
+
+
 def test_doctor_finds_nothing_wrong_on_this_machine():
     report = findings()
     assert all(fine for _, fine in report.values()), report

@@ -84,8 +84,18 @@ def divide(
     return torch.from_numpy(part_of)
 
 
-def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
-    """[N] int32: the part of each node by METIS, on the graph with every edge in both directions."""
+def by_metis(
+    graph: Graph,
+    num_parts: int,
+    seed: int,
+    show: bool,
+    node_weight: Tensor | None = None,
+    recursive: bool = False,
+) -> Tensor:
+    """[N] int32: the part of each node by METIS, on the graph with every edge in both directions.
+
+    node_weight: [N] integers above 0, of which parts get equal sums. recursive: by bisection, not k ways at once.
+    """
     try:
         import pymetis
     except ImportError as error:
@@ -101,7 +111,8 @@ def by_metis(graph: Graph, num_parts: int, seed: int, show: bool) -> Tensor:
         options = pymetis.Options()
         options.seed = seed % 2**31  # METIS may be built with int32
         adjacency = pymetis.CSRAdjacency(cast(Any, starts), cast(Any, neighbors))
-        result = pymetis.part_graph(num_parts, adjacency, options=options, recursive=False)
+        weights = None if node_weight is None else cast(Any, node_weight.numpy().astype(dtype, copy=False))
+        result = pymetis.part_graph(num_parts, adjacency, vweights=weights, options=options, recursive=recursive)
         shown.advance(graph.num_nodes)
     part_of = torch.from_numpy(np.array(result.vertex_part, dtype=np.int32))
     return without_empty(part_of, num_parts)

@@ -1,6 +1,7 @@
 """Operations on graphs and rows: one public function each, which runs on the device of its ids.
 
 Read `reference` first: every operation in plain torch, which is the definition and the oracle of the tests.
+`hops` defines sampling over several relations, a node expanded once.
 `random` is the keyed generator, the same in Python, torch, Numba and Triton. `cpu/` and `gpu/` hold the
 kernels. `tree_slots` numbers the slots of the tree layout. `gather_tiers` reads rows from fast and slow
 memory. This folder imports nothing else of the library.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hopline.ops import reference
+from hopline.ops import hops, reference
+from hopline.ops.cpu import hops as cpu_hops
 from hopline.ops.cpu import linear as cpu_linear
 from hopline.ops.cpu import page_cache as cpu_page_cache
 from hopline.ops.cpu import reduce as cpu_reduce
@@ -35,6 +37,7 @@ from hopline.ops.cpu import runtime as cpu_runtime
 from hopline.ops.cpu import sampling as cpu_sampling
 from hopline.ops.cpu.runtime import serial_here, start_threads
 from hopline.ops.cpu.sampling import IdMap
+from hopline.ops.hops import Edges, Relation, Rows
 from hopline.ops.random import another_key, derive_key, draw_ids, layer_key, permutation, purpose_key
 from hopline.ops.reference import (
     LARGEST_WEIGHT,
@@ -51,8 +54,11 @@ __all__ = [
     "SMALLEST_WEIGHT",
     "AnyIdMap",
     "Children",
+    "Edges",
     "IdMap",
     "Neighbors",
+    "Relation",
+    "Rows",
     "Slots",
     "WeightedNeighbors",
     "add_rows",
@@ -81,6 +87,7 @@ __all__ = [
     "relabel",
     "relu_dropout",
     "row_entries",
+    "sample_hops",
     "sample_labor",
     "sample_neighbors",
     "sample_tree",
@@ -179,6 +186,23 @@ def sample_tree(
     """
     module = _twin(seeds, cpu_sampling, "tree")
     return module.sample_tree(indptr, indices, seeds, slots, _key(seeds, key), replace, with_edges)
+
+
+def sample_hops(
+    relations: Sequence[Relation],
+    seeds: Sequence[tuple[int, Tensor]],
+    num_types: int,
+    replace: bool = False,
+    is_disjoint: bool = False,
+    bounds: Tensor | None = None,
+    only_last: bool = False,
+) -> tuple[list[Rows], list[Edges]]:
+    """(rows by type, edges by relation) sampled hop by hop, each node expanded once: as `hops.sample_hops` defines it.
+
+    Raises ValueError for ids outside the graph, and for times that do not ascend.
+    """
+    module = cpu_hops if all(_is_on_cpu(ids) for _, ids in seeds) else hops
+    return module.sample_hops(relations, seeds, num_types, replace, is_disjoint, bounds, only_last)
 
 
 def row_entries(indptr: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -152,21 +152,34 @@ def sample_weighted(
         out_indptr, edge_ids = row_entries(indptr, nodes)
         return WeightedNeighbors(out_indptr, indices[edge_ids], edge_ids, all_included(edge_ids))
     segments = rows_of(indptr, nodes, nodes if draw_ids is None else draw_ids, key)
-    edge_ids, segment, place = _entries(segments)
-    w = weight[edge_ids].double()
-    if not bool(((w == 0) | ((w >= SMALLEST_WEIGHT) & (w <= LARGEST_WEIGHT))).all()):
-        raise ValueError(WRONG_WEIGHT)
-    keys = -torch.log(inside_unit(draw_from(segments.states[segment], place))) / w  # infinite for a weight of 0
-    order, rank = _by_key(keys, segment)
-    is_limit = order[rank == fanout]
-    limits = torch.full(nodes.shape, math.inf, dtype=torch.float64, device=nodes.device)
-    limits[segment[is_limit]] = keys[is_limit]
-    drawn = order[(rank < fanout) & (w[order] > 0)]
-    out_indptr = _offsets(segment[drawn], nodes.numel())
-    edge_ids = edge_ids[drawn]
+    out_indptr, edge_ids, limits = draw_weighted(segments, weight, fanout)
     return WeightedNeighbors(
         out_indptr, indices[edge_ids], edge_ids, inclusion_of(weight[edge_ids], limits, out_indptr)
     )
+
+
+def draw_weighted(segments: Segments, weight: Tensor, fanout: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(indptr [n + 1], edge_ids, limits [n] float64) of the draws that `sample_weighted` makes from some segments.
+
+    limits: the smallest key of each segment that is not drawn, infinite if there is none.
+    """
+    edge_ids, segment, place = _entries(segments)
+    w = check_weights(weight[edge_ids])
+    keys = -torch.log(inside_unit(draw_from(segments.states[segment], place))) / w  # infinite for a weight of 0
+    order, rank = _by_key(keys, segment)
+    is_limit = order[rank == fanout]
+    limits = torch.full(segments.starts.shape, math.inf, dtype=torch.float64, device=weight.device)
+    limits[segment[is_limit]] = keys[is_limit]
+    drawn = order[(rank < fanout) & (w[order] > 0)]
+    return _offsets(segment[drawn], segments.starts.numel()), edge_ids[drawn], limits
+
+
+def check_weights(weight: Tensor) -> Tensor:
+    """The weights as float64. Raises ValueError if one cannot be drawn by."""
+    w = weight.double()
+    if not bool(((w == 0) | ((w >= SMALLEST_WEIGHT) & (w <= LARGEST_WEIGHT))).all()):
+        raise ValueError(WRONG_WEIGHT)
+    return w
 
 
 def sample_labor(

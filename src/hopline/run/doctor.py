@@ -6,6 +6,7 @@ A check that fails is a finding, not an exception, so that all others are still 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ def examine() -> Iterator[Finding]:
     yield Finding("memory", f"{format_size(memory.available)} free of {format_size(memory.total)}{limited}", True)
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none: hopline runs on the CPU"
     yield Finding("gpu", gpu, True)
+    yield Finding("PyG's loaders", _samplers_of_pyg(), True)
     for name, check in (("kernels", _check_kernels), ("kernel cache", _check_kernel_cache)):
         try:
             yield Finding(name, check(), True)
@@ -71,6 +73,12 @@ def _check_package(package: str, is_needed: bool) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         advice = f"not installed: pip install {package}" if is_needed else "not installed (optional)"
         return Finding(package, advice, not is_needed)
+
+
+def _samplers_of_pyg() -> str:
+    """What PyG's own NeighborLoader samples by. Nothing is imported: `import hopline.pyg` would change PyG."""
+    found = [name for name in ("pyg_lib", "torch_sparse") if importlib.util.find_spec(name)]
+    return f"sample by {found[0]}" if found else "have no sampler of their own: `import hopline.pyg` gives them one"
 
 
 def _check_kernels() -> str:

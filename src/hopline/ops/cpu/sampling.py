@@ -557,6 +557,19 @@ def _add_to_hash_table(slots, node_ids, size, num_nodes, nodes, idx):
     return size
 
 
+@kernel
+def _enter(slots, node_ids, start, stop):
+    """Enter local ids start .. stop - 1 into a hash table. Of several with one node, it finds the first."""
+    mask = np.uint64(slots.shape[0] - 1)
+    for local in range(start, stop):
+        node = node_ids[local]
+        slot = mix(np.uint64(node)) & mask
+        while slots[slot] >= 0 and node_ids[slots[slot]] != node:
+            slot = (slot + np.uint64(1)) & mask
+        if slots[slot] < 0:
+            slots[slot] = local
+
+
 class IdMap:
     """A map from global node ids to consecutive local ids, in order of first occurrence.
 
@@ -603,13 +616,20 @@ class IdMap:
             self._ids = np.concatenate([self._ids[: self.size], np.empty(size, dtype=np.int64)])
         if not self.dense and 2 * size > self._map.shape[0]:
             self._map = np.full(1 << (2 * size).bit_length(), -1, dtype=np.int32)
-            old_ids = self._ids[: self.size].copy()
-            old_idx = np.empty(old_ids.shape[0], dtype=np.int32)
-            _add_to_hash_table(self._map, self._ids, 0, self._num_nodes, old_ids, old_idx)
+            _enter(self._map, self._ids, 0, self.size)
 
-    def ids(self) -> Tensor:
-        """[size] int64: the global id of each local id, a copy."""
-        return torch.from_numpy(self._ids[: self.size].copy())
+    def add_each(self, nodes: Tensor) -> None:
+        """Give every node a local id of its own, also a repeated one. `add` finds its first. Only in a hash table."""
+        assert not self.dense
+        size = self.size + nodes.numel()
+        self._reserve(size)
+        self._ids[self.size : size] = nodes.numpy()
+        _enter(self._map, self._ids, self.size, size)
+        self.size = size
+
+    def ids(self, start: int = 0) -> Tensor:
+        """[size - start] int64: the global id of each local id from `start` on, a copy."""
+        return torch.from_numpy(self._ids[start : self.size].copy())
 
     def clear(self) -> None:
         """Forget all nodes, for the next batch."""
