@@ -19,6 +19,7 @@ from tests.support.runs import fit, in_float64, losses, small
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "graph_saint"
 sys.path.append(str(FOLDER))
 SaintWalks: Any = importlib.import_module("saint").SaintWalks
+sys.path.remove(str(FOLDER))  # another example has a module of the name `train` too
 
 
 def program() -> Any:

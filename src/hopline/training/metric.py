@@ -97,8 +97,8 @@ class RunMetric:
             y = examples.labels(job.data.y, torch.arange(min(len(examples), MAX_TRIED_LABELS)))
             if y is None:
                 raise ValueError(
-                    f"the dataset has no labels, and the metric of split {split!r} needs some: give y=, or an "
-                    "evaluation of your own, test_step="
+                    f"the dataset has no labels to evaluate split {split!r} by: give it y, or steps of your own, "
+                    "train_step= and test_step="
                 )
             if job.task.settings is None:
                 continue

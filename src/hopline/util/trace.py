@@ -281,7 +281,9 @@ class Timers(_SumsByEpoch):
 
     def __init__(self) -> None:
         super().__init__()
+        self._open_calls: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
+        """Calls in the epochs that are closed."""
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -299,6 +301,12 @@ class Timers(_SumsByEpoch):
     def on_count(self, name: str, amount: float) -> None:
         """Ignore counters."""
 
+    def next_epoch(self) -> None:
+        with self._lock:
+            self._calls.update(self._open_calls)
+            self._open_calls.clear()
+        super().next_epoch()
+
     def slowest(self, among: Collection[str] | None = None) -> str | None:
         """Return the region that took longest in the epoch that was closed last; None if none was timed.
 
@@ -312,13 +320,14 @@ class Timers(_SumsByEpoch):
         with self._lock:
             # A caller who never closes an epoch has one epoch.
             epochs = list(self._closed) or [dict(self._open)]
+            calls = Counter(self._calls if self._closed else self._open_calls)
         names = dict.fromkeys(itertools.chain.from_iterable(epochs))  # each once, in the order of first use
         found = []
         for name in names:
             first_s, *later_s = [epoch.get(name, 0.0) for epoch in epochs]
             region = RegionStatistics(
                 name=name,
-                calls=self._calls[name],
+                calls=calls[name],
                 first_epoch_s=first_s,
                 mean_s=statistics.fmean(later_s) if later_s else math.nan,
                 std_s=statistics.stdev(later_s) if len(later_s) > 1 else math.nan,
@@ -343,7 +352,7 @@ class Timers(_SumsByEpoch):
     def _add(self, name: str, seconds: float) -> None:
         with self._lock:
             self._open[name] += seconds
-            self._calls[name] += 1
+            self._open_calls[name] += 1
 
 
 class Counters(_SumsByEpoch):
