@@ -22,6 +22,7 @@ from hopline.nn import GNN
 from hopline.ops import derive_key
 from hopline.tables import TensorTable
 from tests.support.helpers import dataset_of, randn, random_graph, twin
+from tests.support.own_modules import opaque
 
 CPU = torch.device("cpu")
 X = randn(50, 6)
@@ -202,6 +203,7 @@ def test_a_model_without_layers_is_refused_with_what_to_set():
             self.conv = pyg.SAGEConv(6, 3)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = opaque(x)
             return self.conv(x, edge_index)
 
     with pytest.raises(ValueError, match="layout=block"):

@@ -17,6 +17,7 @@ from hopline.tables import SparseTable, TensorTable
 from hopline.units.job import examples_of
 from tests.shards.test_write import rich
 from tests.support.helpers import randn, usual_task
+from tests.support.own_modules import opaque
 
 
 def test_a_joined_table_reads_the_rows_of_both_tables() -> None:
@@ -55,4 +56,5 @@ class ModelWithoutLayers(nn.Module):
         self.conv = SAGEConv(4, 5)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        x = opaque(x)
         return self.conv(x, edge_index)

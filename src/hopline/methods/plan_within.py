@@ -25,7 +25,7 @@ from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.memory_plan import draw_batches
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.util.config import CHANGES_TRAINING, kind_of
 from hopline.util.host import process_bytes
 
@@ -167,7 +167,7 @@ def _fits(method: Method, outline: RunOutline, budget: Budget) -> bool:
 def alternatives(method: Method | None, outline: RunOutline) -> list[Method]:
     """The library's methods but `method`, with their default settings; some a second time, with tables in files."""
     methods: list[Method] = [Sampled()]
-    if isinstance(outline.model, GNN):
+    if isinstance(outline.model, Layered):
         methods += [Historical(), FullBatch(), Historical(folder=FOLDER), FullBatch(folder=FOLDER)]
     others = [other for other in methods if type(other) is not type(method)]
     return [other.for_model(outline.model).for_graph(outline.data.num_nodes) for other in others]

@@ -28,7 +28,7 @@ from hopline.distributed.world import World
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.historical.settings import Historical
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
 from hopline.tasks.settings import Classification, Regression, TaskSettings
@@ -109,7 +109,7 @@ def check_hooks(job: Job) -> None:
     A PyG model with hooks must run as a whole: running it layer by layer would not call them. The Trainer
     decided which of the two to do when it was made.
     """
-    if is_layered(job.module) != isinstance(job.model, GNN):
+    if is_layered(job.module) != isinstance(job.model, Layered):
         raise ValueError(
             f"hooks were put on {type(job.module).__name__} after the Trainer was made: put them on before"
         )

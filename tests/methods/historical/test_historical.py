@@ -16,6 +16,7 @@ from hopline.methods.historical.settings import Historical
 from hopline.util.config import override
 from tests.methods.historical.test_work import DATA, model_of, trainer_of
 from tests.support.helpers import own_task
+from tests.support.own_modules import opaque
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,7 @@ def test_a_model_without_layers_is_refused():
             self.second = pyg.GCNConv(4, 3)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = opaque(x)
             return self.second(self.first(x, edge_index), edge_index)
 
     with pytest.raises(ValueError, match="push_and_pull"):

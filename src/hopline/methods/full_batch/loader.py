@@ -16,7 +16,7 @@ from hopline.distributed.world import World
 from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.seeds import find_seeds
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import as_batch_model, is_layered, refuse_batches, unwrap
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
@@ -144,7 +144,7 @@ def make_loader(
             )
         refuse_batches(inner)  # a PyG model that is called with a batch will raise an error with advice
         batch_model = as_batch_model(inner)
-        assert isinstance(batch_model, GNN)
+        assert isinstance(batch_model, Layered)
         check_model(method, batch_model, data, World.alone(device) if world is None else world)
         num_layers = batch_model.num_layers
     assert num_layers is not None

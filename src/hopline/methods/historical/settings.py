@@ -147,6 +147,13 @@ class Historical(Method):
         job.model.check_blocks(job.data.num_features, job.data.graph.edge)
         if isinstance(job.model, Whole):
             return OwnForwardWork(job, job.model, self)
+        job.model.check_history(job.data.num_features, job.data.graph.edge)
+        layers = range(1, job.model.num_layers)
+        if self.compensate and any(job.model.reads(l).sources != (l - 1,) for l in layers):
+            raise ValueError(
+                "compensate=true is for models whose convs read the rows of the layer before, and a conv here reads "
+                "rows of earlier layers at its neighbours: leave it out"
+            )
         return HistoricalWork(job, job.model, self)
 
     def loader(

@@ -36,7 +36,7 @@ from hopline.device.meter import library_bytes
 from hopline.device.out_of_memory import state_bytes
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.ops import Slots
 from hopline.pipeline.stages import resolve_threads
 from hopline.util.config import plural
@@ -169,7 +169,8 @@ class SampledForms:
         """
         method = self.method
         outline = self.outline
-        allows_tree = method.layout != "block" and -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
+        is_bounded = -1 not in method.fanout_per_layer
+        allows_tree = method.layout != "block" and is_bounded and isinstance(outline.model, Layered)
         if outline.compute_place == "host" or not allows_tree:
             return None
 
