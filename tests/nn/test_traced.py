@@ -14,14 +14,22 @@ from torch_geometric.nn import GCNConv, SAGEConv
 
 import hopline as hl
 from hopline import ops
+from hopline.distributed.launch import run
+from hopline.distributed.launch_settings import LaunchSettings
+from hopline.distributed.world import World
 from hopline.nn.traced_probe import KeyedMasks
+from tests.nn.traced_ranks import trained
 from tests.support.helpers import dataset_of, randint, randn, random_graph
-from tests.support.own_modules import HAS_BATCH_NORM, MODULES, NEEDS_ARRAY, OgbSage, Pushes
+from tests.support.own_modules import HAS_BATCH_NORM, MODULES, NEEDS_ARRAY, Jump, OgbSage, Pushes
 
 NUM_NODES = 60
 GRAPH = random_graph(num_nodes=NUM_NODES, num_edges=300, loops=True)
 X = randn(NUM_NODES, 8)
 NODES = torch.arange(NUM_NODES)
+REFUSED_OVER_SHARDS = {
+    "optional weights": "leave 'weight' out of the dataset",
+    "types": "RGCNConv cannot run over shards",
+}
 WITHOUT_BATCH_NORM = [name for name in MODULES if name not in HAS_BATCH_NORM]
 
 
@@ -114,8 +122,8 @@ def test_full_batch_training_is_a_loop_in_plain_pyg(name: str, aggregation: Any)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     train = data.splits["train"]
 
-    if not supports_shards(name) and aggregation != "sweep":
-        with pytest.raises(ValueError, match="leave 'weight' out of the dataset"):
+    if name in REFUSED_OVER_SHARDS and aggregation != "sweep":
+        with pytest.raises(ValueError, match=REFUSED_OVER_SHARDS[name]):
             hl.Trainer(ours, data, method, epochs=1, seed=4, show=False, optimizer=torch.optim.SGD, lr=0.1).fit()
         return
     hl.Trainer(ours, data, method, epochs=2, seed=4, show=False, optimizer=torch.optim.SGD, lr=0.1).fit()
@@ -129,18 +137,13 @@ def test_full_batch_training_is_a_loop_in_plain_pyg(name: str, aggregation: Any)
     assert_equal(list(ours.state_dict().values()), list(expected.state_dict().values()))
 
 
-def supports_shards(name: str) -> bool:
-    """Over shards a conv gets all edge arrays that it takes."""
-    return name != "optional weights"
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_history_with_exact_tables_is_the_forward_of_the_module(name: str):
     data = data_for(name)
     module = module_of(name)
     if name == "shared conv":
         with pytest.raises(ValueError, match="computes other rows between two convs in training"):
-            hl.Historical(num_parts=2).loader(data, "train", model=module)
+            hl.Historical(num_parts=2, parts_per_batch=1).loader(data, "train", model=module)
         return
     expected = plain(module.eval(), data).detach()
     method = hl.Historical(num_parts=5, parts_per_batch=2, partition="random", refresh_every=1)
@@ -153,6 +156,87 @@ def test_history_with_exact_tables_is_the_forward_of_the_module(name: str):
         num_nodes += batch.num_seeds
         batch.commit()
     assert num_nodes == 30
+
+
+def test_two_ranks_train_as_one_process():
+    full_batch = hl.FullBatch(num_shards=2, partition="random")
+    names = ("GCNII", "batch norms", "jump by cat", "uneven branches")
+    cases: list[tuple[str, Any]] = [(name, full_batch) for name in names]
+    expected = trained(World.alone(), cases)
+    sampled = hl.Sampled(batch_size=5)
+    historical = hl.Historical(num_parts=4, parts_per_batch=1, partition="random")
+    in_ranks = run(
+        trained, LaunchSettings(devices=2, timeout_s=120), [*cases, ("GCNII", sampled), ("nested", historical)]
+    )
+    assert len(in_ranks) == len(cases) + 2
+    for ours, weights in zip(in_ranks, expected, strict=False):
+        assert_equal(
+            [torch.tensor(w, dtype=torch.float64) for w in ours],
+            [torch.tensor(w, dtype=torch.float64) for w in weights],
+        )
+
+
+@pytest.mark.parametrize("name", ["GCNII", "jump by cat"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        hl.Sampled(batch_size=10),
+        hl.Historical(num_parts=5, parts_per_batch=2, partition="random", refresh_every="evaluation"),
+        hl.FullBatch(num_shards=3, partition="random"),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_a_resumed_run_and_one_in_a_budget_are_the_same_to_the_bit(name: str, method: Any, tmp_path: Path):
+    def weights_of(epochs: int, **options: Any) -> list[Tensor]:
+        module = module_of(name)
+        hl.Trainer(module, data_for(name), method, epochs=epochs, seed=3, show=False, **options).fit()
+        return list(module.state_dict().values())
+
+    expected = weights_of(3)
+    weights_of(1, out=tmp_path / "run")
+    torch.testing.assert_close(weights_of(3, out=tmp_path / "run", resume=True), expected, rtol=0, atol=0)
+    assert_equal(weights_of(3, budget="4MiB"), expected)
+    if not isinstance(method, hl.Historical):
+        torch.testing.assert_close(weights_of(3, evaluate="async"), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "budget"),
+    [
+        ("jump by max", hl.Sampled(fanouts=(5, 5, 5), batch_size=100), "900KiB"),
+        ("GCNII", hl.Historical(num_parts=4, parts_per_batch=4, partition="random"), "5MiB"),
+    ],
+)
+def test_micro_batches_have_the_gradients_of_the_batch(name: str, method: Any, budget: str):
+    num_nodes = 400 if isinstance(method, hl.Sampled) else 2000
+    graph = random_graph(num_nodes=num_nodes, num_edges=10 * num_nodes, loops=True)
+    data = dataset_of(graph, randn(num_nodes, 8), num_classes=4)
+    ours = module_of(name)
+    expected = copy.deepcopy(ours)
+    within = hl.Trainer(ours, data, method, epochs=2, seed=3, show=False, budget=budget).fit()
+    hl.Trainer(expected, data, method, epochs=2, seed=3, show=False).fit()
+    assert sum(epoch.counters.get("budget.batches_split", 0) for epoch in within.history) > 0
+    assert_equal(list(ours.state_dict().values()), list(expected.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", ["jump", "inception", "own parameters", "sum of convs"])
+def test_compensated_history_has_the_gradient_of_the_whole_graph(name: str):
+    data = data_for(name)
+    ours = Jump(p=0.0).double() if name == "jump" else module_of(name)
+    expected = copy.deepcopy(ours)
+    train = data.splits["train"]
+    nn.functional.cross_entropy(plain(expected, data)[train], data.labels[train]).backward()
+    method = hl.Historical(num_parts=4, parts_per_batch=1, partition="random", compensate=True, refresh_every=1)
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "lr": 1.0, "accumulate": 4, "show": False}
+    hl.Trainer(ours, data, method, epochs=1, **options).fit()
+    steps = [before - after for before, after in zip(expected.parameters(), ours.parameters(), strict=True)]
+    assert_equal([step.detach() for step in steps], gradients_of(expected))
+
+
+def test_compensation_is_refused_where_convs_read_earlier_layers_at_neighbours():
+    method = hl.Historical(num_parts=4, parts_per_batch=1, compensate=True)
+    with pytest.raises(ValueError, match="compensate=true is for models whose convs read the rows of the layer before"):
+        hl.Trainer(module_of("dense net"), data_for("dense net"), method, epochs=1, show=False).fit()
 
 
 def test_a_traced_module_draws_and_computes_as_a_list_of_layers_does():

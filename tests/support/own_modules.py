@@ -66,8 +66,9 @@ class Gcn2(nn.Module):
 class Jump(nn.Module):
     """Jumping knowledge, by `torch.cat` or by PyG's module."""
 
-    def __init__(self, how: str = "") -> None:
+    def __init__(self, how: str = "", p: float = 0.2) -> None:
         super().__init__()
+        self.p = p
         self.convs = nn.ModuleList([GATConv(IN, 4, heads=2), GATConv(8, 4, heads=2), GATConv(8, 4, heads=2)])
         self.jump = pyg.JumpingKnowledge(how, HIDDEN, 3) if how else None
         self.lin = nn.Linear(8 if how in ("max", "lstm") else 24, OUT)
@@ -76,7 +77,7 @@ class Jump(nn.Module):
         xs = []
         for conv in self.convs:
             x = F.elu(conv(x, edge_index))
-            x = F.dropout(x, 0.2, training=self.training)
+            x = F.dropout(x, self.p, training=self.training)
             xs += [x]
         return self.lin(torch.cat(xs, dim=-1) if self.jump is None else self.jump(xs))
 

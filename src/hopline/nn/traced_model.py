@@ -107,6 +107,21 @@ class ProgramModel(Layered):
         reader = self._only_reader
         return self._module(reader.module) if isinstance(reader, ConvOp) and reader.x0 != "x" else None
 
+    def read_ahead(self, rows: Rows, block: Block) -> Rows:
+        return rows if self._ignores_array(_named_arrays(block)) else super().read_ahead(rows, block)
+
+    @property
+    def input_reduction(self) -> tuple[Any, ...] | None:
+        return None if self._ignores_array(self.arrays()) else super().input_reduction
+
+    def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
+        return None if self._ignores_array(_named_arrays(block)) else super().reduced_input(h, block)
+
+    def _ignores_array(self, arrays: Iterable[str]) -> bool:
+        """Whether the first conv takes one of these edge arrays, and `forward` does not give it."""
+        reader = self._only_reader
+        return isinstance(reader, ConvOp) and bool(_unwanted(self._module(reader.module), reader, arrays))
+
     @property
     def reads_rows(self) -> bool:
         conv = self._input_conv
@@ -307,9 +322,7 @@ class ProgramModel(Layered):
     def _edges_for(self, conv: nn.Module, op: ConvOp, block: Block) -> Block:
         """The block with those edge arrays alone that `forward` gives to a conv."""
         arrays = self.arrays() if block.convs is not None else frozenset(_named_arrays(block))
-        takes = {EDGE_ARGUMENTS[name] for name in EDGE_ARGUMENTS if name in arguments_of(type(conv))}
-        given = {EDGE_ARGUMENTS[name] for name in op.arguments}
-        unwanted = (takes & arrays) - given
+        unwanted = _unwanted(conv, op, arrays)
         if not unwanted:
             return block
         if block.convs is not None or isinstance(block, TreeBlock):
@@ -318,7 +331,7 @@ class ProgramModel(Layered):
                 f"{type(self.module).__name__}.forward calls {op.module} ({type(conv).__name__}) without the edge "
                 f"array {array!r} of the graph: leave {array!r} out of the dataset, or hand it over"
             )
-        return _without(block, frozenset(unwanted))
+        return _without(block, unwanted)
 
     # ---- widths
 
@@ -356,6 +369,12 @@ class ProgramModel(Layered):
             )
         widths = [program.width(program.stages[0].alive), *(program.width(stage.rows) for stage in stages)]
         return ModelSizes(per_input, tuple(layers), 6 * program.shapes[program.output].numel(), tuple(widths))
+
+
+def _unwanted(conv: nn.Module, op: ConvOp, arrays: Iterable[str]) -> frozenset[str]:
+    """The edge arrays that a conv takes, and that `forward` does not give it. arrays: names of those of the graph."""
+    takes = {EDGE_ARGUMENTS[name] for name in EDGE_ARGUMENTS if name in arguments_of(type(conv))}
+    return frozenset(takes & frozenset(arrays)) - {EDGE_ARGUMENTS[name] for name in op.arguments}
 
 
 def _values(state: State) -> Mapping[str, Any]:
