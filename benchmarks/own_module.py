@@ -48,7 +48,7 @@ def step_s(model: nn.Module, batch: Batch) -> float:
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     torch.manual_seed(0)
-    data = planted_partition(num_nodes=200_000, num_edges=5_000_000, num_classes=32, num_features=100)
+    data = planted_partition()  # 60k nodes, 1.2 million edges, 64 features
     module = Sage(data.num_features, data.num_classes)
     gnn = hl.nn.GNN(module.convs, dropout=0.5)
     models = {"own module": hl.nn.as_batch_model(module), "hl.nn.GNN": gnn, "as a whole": hl.nn.Whole(module)}
