@@ -90,6 +90,7 @@ WRITES_INTO_OTHERS = {
     "shards/convs/": "PyG's convs run with another `propagate` while they run over shards",
     "nn/probe.py": "caches of PyG's convs are emptied for a call, and come back after it",
     "nn/push_and_pull.py": "convs with GCN's norm take degrees from the graph while they run on a batch",
+    "nn/traced_program.py": "leaves of a copy of a module record that they are called",
     "units/loss_at_outputs.py": "a train_step must get the model itself, which answers with outputs that are known",
     "pyg/door.py": "PyG's flags, and operators of pyg-lib that are to be ours, say what is there",
     "device/pinned.py": "a tensor holds what keeps its memory registered, for as long as it lives",

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # settings of methods derive from `Method`, and reading setti
     from hopline.data.dataset import Dataset
     from hopline.device.meter import Meter
     from hopline.distributed.world import World
-    from hopline.nn.gnn import GNN
+    from hopline.nn.layered import Layered
     from hopline.nn.whole_module import Whole
     from hopline.tasks.task import Task
 
@@ -63,7 +63,7 @@ class Job:
     """All that a method needs to know about a run. The Trainer makes it. `Method` has an example."""
 
     data: Dataset
-    model: GNN | Whole
+    model: Layered | Whole
     """The model as the library runs it, called with a batch. It shares its parameters with `module`."""
     module: nn.Module
     """The user's model, as it was given to the Trainer."""
@@ -318,7 +318,7 @@ class Method(ABC):
         return self
 
     @classmethod
-    def forms(cls, model: GNN | Whole, folder: Path) -> Sequence[Method]:
+    def forms(cls, model: Layered | Whole, folder: Path) -> Sequence[Method]:
         """The forms in which this method is suggested for a model, with default settings. None for other models.
 
         Those in memory come first, then those whose tables are files in `folder`.

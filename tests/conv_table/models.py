@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ MODELS = [
         text="SAGEConv, num_groups=2, disable=True",
     ),
     module("GraphUNet", "depth=1", lambda: pyg.GraphUNet(NUM_FEATURES, HIDDEN, NUM_CLASSES, 1)),
-    module("RECT_L", "", lambda: pyg.models.RECT_L(NUM_FEATURES, HIDDEN)),
+    replace(module("RECT_L", "", lambda: pyg.models.RECT_L(NUM_FEATURES, HIDDEN)), num_layers=1),
     module("PMLP", "num_layers=2, norm=False", lambda: pyg.PMLP(NUM_FEATURES, HIDDEN, NUM_CLASSES, 2, norm=False)),
     module("LINKX", "num_layers=1", lambda: pyg.LINKX(NUM_NODES, NUM_FEATURES, HIDDEN, NUM_CLASSES, 1)),
     module("LabelPropagation", "num_layers=2, alpha=0.9", lambda: pyg.LabelPropagation(2, 0.9)),

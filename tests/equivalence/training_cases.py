@@ -18,6 +18,7 @@ from hopline.core.seed_order import seed_batches
 from hopline.ops import derive_key
 from tests.equivalence import reference_loops as plain
 from tests.support.helpers import randint, randn, random_graph
+from tests.support.own_modules import opaque
 
 NUM_NODES = 40
 NUM_FEATURES = 6
@@ -155,6 +156,7 @@ class OwnModule(nn.Module):
         self.head = nn.Linear(16, NUM_CLASSES)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = opaque(x)
         first = self.first(x, edge_index).tanh()
         return self.head(torch.cat([first, self.second(first, edge_index).sigmoid()], dim=1))
 

@@ -16,6 +16,7 @@ from hopline.shards.write import cut
 from hopline.units.job import examples_of
 from tests.shards.test_write import rich
 from tests.support.helpers import usual_task
+from tests.support.own_modules import opaque
 
 
 def test_inference_over_one_shard_equals_that_over_the_whole_graph(tmp_path: Path) -> None:
@@ -45,4 +46,5 @@ class ModelWithoutLayers(nn.Module):
         self.conv = SAGEConv(4, 5)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        x = opaque(x)
         return self.conv(x, edge_index)

@@ -17,6 +17,7 @@ import hopline as hl
 from hopline import infer
 from hopline.device.snapshots import evaluating
 from hopline.inference import without_layers
+from tests.support.own_modules import opaque
 from tests.support.runs import method, sage, small
 
 
@@ -30,6 +31,7 @@ class Plain(nn.Module):
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = opaque(x)
         return self.drop(self.conv(x, edge_index))
 
 

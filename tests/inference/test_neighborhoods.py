@@ -30,6 +30,7 @@ from hopline.run.infer import predict
 from hopline.run.model_settings import ModelSpec
 from hopline.run.settings import InferConfig
 from tests.support.helpers import dataset_of, graph_of, randint, randn
+from tests.support.own_modules import opaque
 from tests.support.runs import method, quick, small
 
 NUM_NODES = 300
@@ -59,6 +60,7 @@ class Net(nn.Module):
         self.end = nn.Linear(8, 3) if end is None else end
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = opaque(x)
         for conv in self.convs:
             x = conv(x, edge_index).relu()
         return self.end(x)
@@ -68,6 +70,7 @@ class Weighted(Net):
     """A `Net` whose convs take edge weights."""
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        x = opaque(x)
         for conv in self.convs:
             x = conv(x, edge_index, edge_weight).tanh()
         return self.end(x)
@@ -301,6 +304,7 @@ class Plain(nn.Module):
         self.second = make(8, data.num_classes)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = opaque(x)
         return self.second(self.first(x, edge_index).relu(), edge_index)
 
 

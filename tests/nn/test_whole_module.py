@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import hopline as hl
 from hopline.core.batch import Batch
-from hopline.nn import GNN, Whole, as_batch_model
+from hopline.nn import GNN, Traced, Whole, as_batch_model
 from tests.support.helpers import (
     assert_close,
     assert_same_gradients,
@@ -21,6 +21,7 @@ from tests.support.helpers import (
     random_graph,
     twin,
 )
+from tests.support.own_modules import opaque
 
 GRAPH = random_graph(weight=True, attr=2, loops=True)
 X = randn(50, 6)
@@ -36,6 +37,7 @@ class TwoHops(nn.Module):
         self.b = conv_of("graph", 8, 3)
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        x = opaque(x)
         h = self.a(x, edge_index).relu()
         return self.b(h, edge_index, edge_weight) + h[:, :3]
 
@@ -128,7 +130,7 @@ class Doubled(pyg.GraphSAGE):
 def test_a_pyg_model_with_a_forward_of_its_own_is_run_by_that_forward():
     model = Doubled(8, 4, 2, 3)
     batch_model = as_batch_model(model)
-    assert isinstance(batch_model, Whole)
+    assert isinstance(batch_model, Traced)
     assert batch_model.module is model
 
 

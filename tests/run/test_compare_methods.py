@@ -26,6 +26,7 @@ from hopline.training.settings import TrainSettings
 from hopline.training.trainer import Trainer
 from hopline.util.config import parse_size
 from tests.support.helpers import dataset_of, randn, random_graph, stack_of
+from tests.support.own_modules import opaque
 
 SAMPLED = Sampled(fanouts=(5, 5), batch_size=100)
 
@@ -179,6 +180,7 @@ class UnlayeredModel(torch.nn.Module):
         self.second = SAGEConv(16, 3)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        x = opaque(x)
         return self.second(self.first(x, edge_index).relu(), edge_index)
 
 

@@ -18,6 +18,7 @@ import hopline as hl
 from hopline import infer
 from hopline.ops import derive_key
 from hopline.util.errors import StageError
+from tests.support.own_modules import opaque
 from tests.support.runs import (
     Recorder,
     copied,
@@ -386,6 +387,7 @@ def test_a_model_without_layers_refuses_a_weight_decay_of_the_rest():
             self.gcn = GCN(8, 16, 2, 4)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = opaque(x)
             return self.gcn(x, edge_index)
 
     trainer = hl.Trainer(Own(), data, method(), weight_decay_rest=0.0)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_geometric.nn import GAT, GATConv, GraphSAGE, SAGEConv
 
 import hopline as hl
+from tests.support.own_modules import opaque
 from tests.support.runs import small
 
 
@@ -21,6 +22,7 @@ class ModuleWithoutLayers(nn.Module):
         self.conv = SAGEConv(8, 4)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = opaque(x)
         return self.conv(x, edge_index)
 
 

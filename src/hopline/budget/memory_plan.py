@@ -18,7 +18,7 @@ from hopline.budget.plan import PLACES, Budget, Item, Outline, Place
 from hopline.budget.predictor import Predictor, costs_of
 from hopline.device.meter import free_bytes, library_bytes
 from hopline.device.out_of_memory import free_memory
-from hopline.nn.gnn import GNN, row_widths
+from hopline.nn.layered import Layered, row_widths
 from hopline.tables import TieredTable
 from hopline.util.config import parse_size
 
@@ -92,14 +92,14 @@ class RunOutline(Outline):
 
     def hidden_bytes(self) -> int:
         """As if all tables were as wide as the widest layer."""
-        if not isinstance(self.model, GNN):
+        if not isinstance(self.model, Layered):
             return 0
         widest = max(row_widths(self.model, self.data.num_features)[1:])
         num_tables = 2  # the rows before and after a layer
         # Two tables for each kind of rows that are kept besides. A rule of thumb.
         if self.model.encodes:  # encoded or initial rows
             num_tables += 2
-        if self.model.keeps_jk:  # the rows after every layer, which jumping knowledge reads
+        if self.model.keeps_rows:  # the rows after every layer, which jumping knowledge reads
             num_tables += 2 * self.model.num_layers
         return num_tables * widest * self.data.num_nodes * self.dtype.itemsize
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hopline.contract import Job, Method
     from hopline.core.partition import Partition
     from hopline.data.dataset import Dataset
-    from hopline.nn.gnn import GNN
+    from hopline.nn.layered import Layered
     from hopline.nn.whole_module import Whole
 
 Place = Literal["device", "host", "disk"]
@@ -147,7 +147,7 @@ class Outline(ABC):
         return self.job.data
 
     @property
-    def model(self) -> GNN | Whole:
+    def model(self) -> Layered | Whole:
         return self.job.model
 
     @property

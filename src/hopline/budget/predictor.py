@@ -23,16 +23,15 @@ import math
 import threading
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 from hopline.core.batch_sizes import Sizes
 from hopline.core.row_handles import Readable, Rows
 from hopline.nn.conv_facts import NORMALISED, is_fused
-from hopline.nn.gnn import GNN, out_width
+from hopline.nn.layered import Layered, inner_widths
 from hopline.nn.whole_module import Whole
 from hopline.ops.cpu.linear import ROWS
 
@@ -110,7 +109,7 @@ class Costs:
         return replace(self, per_node=per_node, per_edge=per_edge, fixed=FORWARD * self.fixed)
 
 
-def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
+def costs_of(model: Layered | Whole, x: Rows | Readable | Tensor | None, num_blocks: int) -> Costs:
     """The bound for a model on batches whose input rows have the shape of `x`'s.
 
     Each term counts the numbers that are in memory at once in forward and backward, as multiples of the
@@ -123,7 +122,7 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
     rounding = CUDA_ROUNDING if any(p.is_cuda for p in model.parameters()) else 0.0
     if isinstance(model, Whole):
         # It runs all its layers on all nodes, so one term for nodes and one for edges cover everything.
-        numbers = 6 * _widths(model) + 2 * width
+        numbers = 6 * inner_widths([model]) + 2 * width
         return Costs(
             per_node=(numbers * number_bytes + BYTES_PER_NODE,) + (0.0,) * num_blocks,
             per_edge=(numbers * number_bytes + BYTES_PER_EDGE,) + (0.0,) * (num_blocks - 1),
@@ -131,33 +130,18 @@ def costs_of(model: GNN | Whole, x: Rows | Readable | Tensor | None, num_blocks:
             rounding=rounding,
         )
 
+    model_sizes = model.sizes(width)
     node_numbers = [0.0] * (num_blocks + 1)
     per_edge = [0.0] * num_blocks
-    if model.encoder is not None:
-        node_numbers[0] += 2 * width + 4 * _widths(model.encoder)
-        width = out_width(model.encoder)
-    if not model.reads_rows:  # the first conv's input rows are a tensor, not read from the table
-        node_numbers[0] += 3 * width
-
-    widths = [width]
-    for conv in model.convs:
-        # A conv without weights leaves the width as it is.
-        has_weights = next(conv.parameters(), None) is not None
-        widths.append(out_width(conv) if has_weights else widths[-1])
-
-    has_norm = any(type(norm) is not nn.Identity for norm in model.norms)
-    rows_after_conv = 12 if model.residual or model.encodes or has_norm else 6
-    jk_numbers = 2 * sum(widths) if model.keeps_jk else 0
-    for l, (in_width, conv_width) in enumerate(pairwise(widths)):
-        needs_input_gradient = l > 0 or model.encodes
-        numbers = _conv_numbers(model.convs[l], in_width, conv_width, needs_input_gradient)
-        node_numbers[l] += numbers.per_src
-        node_numbers[l + 1] += numbers.per_dst + rows_after_conv * conv_width + jk_numbers
-        per_edge[l] = numbers.per_edge * number_bytes + BYTES_PER_EDGE
-
-    # Jumping knowledge and the last linear layer, if the model has them.
-    head = [getattr(model, name) for name in ("jk", "lin") if getattr(model, name, None) is not None]
-    node_numbers[-1] += 6 * (sum(map(_widths, head)) + widths[-1])
+    node_numbers[0] += model_sizes.numbers_per_input
+    for l, layer in enumerate(model_sizes.layers):
+        for conv in layer.convs:
+            numbers = _conv_numbers(conv.conv, conv.in_width, conv.width, layer.needs_input_gradient)
+            node_numbers[l] += numbers.per_src
+            node_numbers[l + 1] += numbers.per_dst
+            per_edge[l] += numbers.per_edge * number_bytes + BYTES_PER_EDGE
+        node_numbers[l + 1] += layer.numbers_per_dst
+    node_numbers[-1] += model_sizes.numbers_per_output
     return Costs(
         per_node=tuple(numbers * number_bytes + BYTES_PER_NODE for numbers in node_numbers),
         per_edge=tuple(per_edge),
@@ -180,8 +164,8 @@ def _conv_numbers(conv: Any, in_width: int, width: int, needs_input_gradient: bo
         heads = getattr(conv, "heads", 1)
         channels = heads * getattr(conv, "out_channels", width)
         is_attention = heads > 1 or "GAT" in type(conv).__name__
-        per_edge = 10 * channels if is_attention else 6 * (_widths(conv) + in_width)
-        per_node = 6 * (_widths(conv) + channels)
+        per_edge = 10 * channels if is_attention else 6 * (inner_widths([conv]) + in_width)
+        per_node = 6 * (inner_widths([conv]) + channels)
         return _ConvNumbers(per_src=per_node, per_dst=per_node, per_edge=per_edge + 20 * heads)
 
     per_src = 3 * in_width if needs_input_gradient else 0
@@ -192,18 +176,13 @@ def _conv_numbers(conv: Any, in_width: int, width: int, needs_input_gradient: bo
         per_src += 4 * in_width
     # Linear layers of the conv itself have rows of `in_width` and `width`, which other terms count. Other
     # modules, as the MLP of GINConv, have widths of their own.
-    inner_widths = sum(_widths(child) for name, child in conv.named_children() if not name.startswith("lin"))
-    per_dst = 4 * in_width + 4 * inner_widths
+    mlp_widths = inner_widths(child for name, child in conv.named_children() if not name.startswith("lin"))
+    per_dst = 4 * in_width + 4 * mlp_widths
     if getattr(conv, "normalize", False):
         per_dst += 4 * width
     # The weight's gradient is summed from one gradient per range of ROWS rows.
     weight_gradients = 2 * in_width * width / ROWS
     return _ConvNumbers(per_src=per_src, per_dst=per_dst + weight_gradients, per_edge=0)
-
-
-def _widths(module: nn.Module) -> int:
-    # Both widths of every weight matrix.
-    return sum(sum(p.shape) for p in module.parameters() if p.dim() >= 2)
 
 
 @dataclass(frozen=True, eq=False)

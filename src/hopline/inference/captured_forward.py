@@ -33,7 +33,7 @@ from hopline.inference.cache import InferenceCache
 from hopline.inference.exact_inference import exact
 from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.nn.conv_facts import is_fused, is_fused_attention
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.probe import options_of
 from hopline.util import trace
 
@@ -59,7 +59,7 @@ class CapturedInference:
     """
 
     def __init__(self, job: Job, ids: Tensor) -> None:
-        assert isinstance(job.model, GNN)
+        assert isinstance(job.model, Layered)
         self.model = job.model
         self.data = job.data
         self.device = job.device
@@ -271,14 +271,12 @@ def repeats(model: nn.Module) -> bool:
     All convs must be fused, all modules of known packages (`KNOWN_PACKAGES`), and no forward hook may be
     registered: a replay would not call it.
     """
-    if not isinstance(model, GNN) or not all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs):
+    if not isinstance(model, Layered) or not all(is_fused(conv) or is_fused_attention(conv) for conv in model.convs):
         return False
     modules = list(model.modules())
     are_known = all(_is_known(type(module)) for module in modules)
     have_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in modules)
-    # An activation that is a module is among the modules. Any other one is a function.
-    act_is_known = isinstance(model.act, nn.Module | None) or _is_known(model.act)
-    return are_known and not have_hooks and act_is_known
+    return are_known and not have_hooks and all(map(_is_known, model.functions))
 
 
 def _is_known(class_or_function: Any) -> bool:

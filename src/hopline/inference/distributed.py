@@ -32,7 +32,7 @@ from hopline.data.edges import index_dtype
 from hopline.device.snapshots import evaluating
 from hopline.distributed.all_to_all import Channel, RowRequest
 from hopline.inference.layerwise_chunks import CHUNK_EDGES, Chunks
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import as_batch_model
 from hopline.shards.collective_sampler import CollectiveSampler, fetch
 from hopline.shards.data import ShardedData
@@ -68,7 +68,7 @@ def exact(
     max_bytes = parse_chunk_bytes(chunk_bytes)
     channel = Channel() if channel is None else channel
     batch_model = as_batch_model(model)
-    if not isinstance(batch_model, GNN):
+    if not isinstance(batch_model, Layered):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
     batch_model.check_blocks(shard.num_features, shard.edge)
     with evaluating(batch_model):
@@ -99,7 +99,7 @@ class RankChunks(Chunks):
 
     def __init__(
         self,
-        model: GNN,
+        model: Layered,
         shard: Shard,
         channel: Channel,
         chunk_edges: int,

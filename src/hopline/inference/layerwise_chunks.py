@@ -31,15 +31,15 @@ from torch import Tensor
 from hopline import ops
 from hopline.contract import KeepRows
 from hopline.core.batch import Block
-from hopline.core.row_handles import Readable, ReducedRows, Rows, as_dtype, as_tensor
+from hopline.core.row_handles import Readable, ReducedRows, Rows, as_dtype
 from hopline.core.sampler import NeighborSampler, full_block, in_neighborhood, whole_block
 from hopline.data.dataset import Dataset
 from hopline.device.meter import free_bytes, meter_of, with_index
 from hopline.inference.cache import InferenceCache, get_inference_cache
 from hopline.inference.resumable import LayerFiles
-from hopline.layerwise.engine import ENCODED, Boundaries, LayerPlan, Layers, Piece, layer_rows
+from hopline.layerwise.engine import Boundaries, LayerPlan, Layers, Piece, layer_rows
 from hopline.nn.conv_adapter import NeedsWholeGraph, calling_convention
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import ENCODED, Layered
 from hopline.shards.convs.messages import CannotSplit
 from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.layout import contiguous_layout
@@ -107,7 +107,7 @@ class InferenceTables(LayerTables):
     mapped files, and those of an interrupted run are opened again.
     """
 
-    def __init__(self, num_rows: int, allocator: Allocator, model: GNN, device: torch.device) -> None:
+    def __init__(self, num_rows: int, allocator: Allocator, model: Layered, device: torch.device) -> None:
         super().__init__(num_rows, allocator)
         self.model = model
         self.device = device
@@ -133,15 +133,12 @@ class InferenceTables(LayerTables):
             # The GPU writes tables in pinned host memory. The host may read them only after the GPU has finished.
             torch.cuda.current_stream(self.device).synchronize()
         earlier = [k for k in self.tables if k < l]
-        unneeded = earlier if l == self.last else [k for k in earlier if not self._is_read_later(k)]
+        read_later = {k for m in range(l + 1, self.last + 1) for k in self.model.reads(m).all}
+        unneeded = [k for k in earlier if k not in read_later]
         if self.files is not None:
             self.files.mark_layer(unneeded)  # marks progress first, then removes the files
         for k in unneeded:
             self.drop(k)
-
-    def _is_read_later(self, k: int) -> bool:
-        """Whether layers after layer `k + 1` also read table `k`, the rows after layer `k`."""
-        return self.model.keeps_jk or (k == ENCODED and self.model.keeps_x0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +188,7 @@ class InferenceRows(Boundaries):
     def handle(self, l: int, piece: Piece) -> Rows | Tensor:
         """The sources' rows after layer `l`. Stores the piece's block and sums in the cache.
 
-        Features are aggregated already if the first conv can do so without its parameters (`GNN.reduced_input`).
+        Features are aggregated already if the first conv can do so without its parameters (`Layered.reduced_input`).
         """
         h = self._sources(l, piece)
         if self.cache is not None:
@@ -251,7 +248,7 @@ class Chunks(LayerPlan[Tensor]):
 
     def __init__(
         self,
-        model: GNN,
+        model: Layered,
         data: Dataset,
         chunk_edges: int | None,
         device: torch.device,
@@ -421,11 +418,9 @@ class Chunks(LayerPlan[Tensor]):
 
         Raises `NeedsWholeGraph` if it must, but not all nodes are computed or `data.graph` lacks edges.
         """
-        initial_width = self.tables.of(ENCODED).shape[1] if self.model.keeps_x0 else None
         try:
-            calling_convention(
-                self.model.convs[l], self.rows.table(l - 1).shape[1], self.data.graph.edge, initial_width=initial_width
-            )
+            for conv, width, _, initial_width in self.model.conv_sizes(l, lambda k: self.rows.table(k).shape[1]):
+                calling_convention(conv, width, self.data.graph.edge, initial_width=initial_width)
         except NeedsWholeGraph:
             if not self.everywhere or not self.has_all_edges:
                 raise
@@ -466,14 +461,13 @@ class Chunks(LayerPlan[Tensor]):
         are_all = self._is_whole(block)
         src = NodesToRead(block.src_ids, are_all)
         dst = NodesToRead(block.dst_ids, are_all)
-        if self.model.keeps_x0:
-            self.rows.prefetch(ENCODED, dst)
-        if l == self.last and self.model.keeps_jk:
-            for k in range(ENCODED if self.model.jk_encoder else 0, l):
-                self.rows.prefetch(k, dst)
+        reads = self.model.reads(l)
+        for k in reads.own:
+            self.rows.prefetch(k, dst)
         # On the CPU the layer may read the sources' rows itself.
-        if self.device.type != "cpu" and self.rows.cached_sums(l - 1, chunk) is None:
-            self.rows.prefetch(l - 1, src)
+        for k in reads.sources if self.device.type != "cpu" else ():
+            if self.rows.cached_sums(k, chunk) is None:
+                self.rows.prefetch(k, src)
         return Piece(block=block, src=src, dst=dst, chunk=chunk)
 
     def to_device(self, piece: Piece) -> None:
@@ -499,7 +493,7 @@ class Chunks(LayerPlan[Tensor]):
         """
         # An encoder reads no edges, so its chunks are limited by nodes.
         for chunk in nodes.split(max(1, self.chunk_edges // 16)):
-            rows = as_tensor(self.model.encode(self.inputs_of(chunk), chunk, None).h)
+            rows = self.model.encoded_rows(self.model.encode(self.inputs_of(chunk), chunk, None))
             self.tables.write(ENCODED, chunk, rows)
         # As in `InferenceTables.complete`: the host may read a table only after the GPU has written it.
         if self.device.type == "cuda" and not self.tables.tables[ENCODED].is_cuda:

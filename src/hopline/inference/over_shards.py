@@ -31,7 +31,7 @@ from hopline.inference.exact_inference import check_node_ids, identity
 from hopline.inference.layerwise_chunks import CPU, Chunks
 from hopline.inference.resumable import LayerFiles
 from hopline.inference.without_layers import ReadRows
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import as_batch_model
 from hopline.shards.all_shards import AllShards
 from hopline.shards.collective_sampler import weights_of_shard
@@ -83,7 +83,7 @@ class ShardChunks(Chunks):
 
     def __init__(
         self,
-        model: GNN,
+        model: Layered,
         shards: AllShards,
         chunk_edges: int | None,
         device: torch.device,
@@ -178,7 +178,7 @@ def exact_rows(
     ids = check_node_ids(data, ids)
     max_bytes = parse_chunk_bytes(chunk_bytes)
     batch_model = as_batch_model(model)
-    if not isinstance(batch_model, GNN):
+    if not isinstance(batch_model, Layered):
         raise ValueError(f"{type(model).__name__} has no layers to compute one by one: build it as hl.nn.GNN([...])")
     batch_model.check_blocks(data.num_features, data.shard(0).edge)
     files = None

@@ -25,7 +25,7 @@ are done (`LayerPlan.prefetch_pieces`, `LayerPlan.write_queue_pieces`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,16 +39,13 @@ from hopline.core.batch import Batch, Block, LayerHooks
 from hopline.core.row_handles import Rows, as_tensor
 from hopline.device import pinned
 from hopline.device.snapshots import preserve_rng
-from hopline.nn.gnn import GNN, State
+from hopline.nn.layered import ENCODED, Layered, State
 from hopline.nn.smoothness import smoothness_penalty
 from hopline.pipeline.stages import Pipeline, Stage
 from hopline.tables.layers import LayerTables, RowSource, as_positions
 from hopline.util import trace
 
 C = TypeVar("C")
-
-ENCODED = -1
-"""The layer number of the rows before the first layer: encoded rows, or the features of a model that encodes none."""
 
 
 @dataclass(eq=False)
@@ -255,7 +252,7 @@ class Recorder(LayerHooks):
         self.keeps_gradients = keeps_gradients
         self.measures = measures
 
-    def before_layer(self, l: int, model: GNN, state: State, block: Block) -> None:
+    def before_layer(self, l: int, model: Layered, state: State, block: Block) -> None:
         spread = smoothness_penalty(model, l, state, block) if self.measures else None
         if spread is not None:
             self.spreads.append(spread)
@@ -324,7 +321,7 @@ class Layers(Generic[C]):
 
     def __init__(
         self,
-        model: GNN,
+        model: Layered,
         plan: LayerPlan[C],
         rows: Boundaries,
         *,
@@ -338,18 +335,15 @@ class Layers(Generic[C]):
         self.keep = keep
         self.device = rows.device
         self.last = model.num_layers - 1
-        self._encoded: dict[int, Tensor | None] = {}
-        """The destinations' encoded rows by piece number, if the plan has `encodes_once`."""
+        self._encoded: dict[int, State] = {}
+        """What layers read of the destinations' encoded rows, by piece number, if the plan has `encodes_once`."""
 
     # ---- forward
 
     def forward(self, layers: Iterable[int]) -> None:
         """Compute these layers at all pieces, and write their rows. Each layer reads the rows of the one before."""
         for l in layers:
-            # Jumping knowledge reads the rows after all layers before; any other layer those after the one before.
-            reads_all = l == self.last and self.model.keeps_jk
-            layers_before = range(l)
-            self.rows.begin(layers_before if reads_all else layers_before[-1:])
+            self.rows.begin(self.model.reads(l).tables)
             chunks = self.plan.chunks_of(l)
             # Closed also if this loop fails, so that their threads end with the layer.
             with closing(self._compute(l, chunks)) as computed, closing(self._write(computed, len(chunks))) as written:
@@ -414,64 +408,45 @@ class Layers(Generic[C]):
     # ---- what a layer reads
 
     def state(
-        self, l: int, piece: Piece, inputs: Tensor | None = None, jumped: Sequence[Tensor] | None = None
+        self,
+        l: int,
+        piece: Piece,
+        sources: Mapping[int, Rows | Tensor] | None = None,
+        own: Mapping[int, Tensor] | None = None,
     ) -> State:
         """The input of layer `l` at a piece.
 
         The backward pass gives rows of its own in place of those in the tables, because it needs their gradients.
 
-        inputs: the sources' rows after layer l - 1. None: read from the tables.
-        jumped: the destinations' rows after all layers before, for jumping knowledge. None: read from the tables.
+        sources, own: by layer, the rows after it at the sources and at the destinations. None: read from the tables.
         """
         model = self.model
         block = piece.block
-        jk = self._jumping_rows(piece, jumped) if l == self.last else None
         if l == 0 and not self.rows.has_encoded:
-            state = model.encode(self.plan.inputs_of(block.src_ids), block.src_keys, block.key)
-            return state if l < self.last else replace(state, jk=jk)
-        h = self.rows.handle(l - 1, piece) if inputs is None else inputs
-        if model.training and model.dropout:
-            h = model.apply_dropout(as_tensor(h), block.src_keys, block.key, l - 1)
-        return State(h, self._initial(piece), jk)
+            return model.encode(self.plan.inputs_of(block.src_ids), block.src_keys, block.key)
+        reads = model.reads(l)
+        # In training there is no table of encoded rows: they are computed again.
+        has_table = {k for k in reads.all if k != ENCODED or self.rows.has_encoded}
+        if own is None:
+            own = {k: self.rows.read(k, piece.dst) for k in reads.own if k in has_table}
+        if sources is None:
+            sources = {k: self.rows.handle(k, piece) for k in reads.sources if k in has_table}
+        encode = None if has_table == reads.all else partial(self._encode, piece, ENCODED in reads.sources)
+        return model.state_of(l, sources, own, encode, block)
 
-    def _initial(self, piece: Piece) -> Tensor | None:
-        """The destinations' encoded rows, for layers that use them again. None if no layer does."""
-        if not self.model.encodes:
-            return None
-        if self.rows.has_encoded:
-            return self.rows.read(ENCODED, piece.dst) if self.model.keeps_x0 else None
+    def _encode(self, piece: Piece, at_sources: bool) -> State:
+        """What a layer reads of the encoded rows of the destinations, or of all sources."""
         block = piece.block
         # Kept in the forward pass only: the weights do not change in it, and no gradient goes through these rows.
-        keeps = self.plan.encodes_once and not torch.is_grad_enabled()
+        keeps = self.plan.encodes_once and not at_sources and not torch.is_grad_enabled()
         if keeps and piece.number in self._encoded:
             return self._encoded[piece.number]
-        keys = block.src_keys[: block.num_dst]
-        # `encode` returns an `x0` of None if no layer uses it.
-        x0 = self.model.encode(self.plan.inputs_of(block.dst_ids), keys, block.key).x0
+        ids = block.src_ids if at_sources else block.dst_ids
+        keys = block.src_keys[: ids.numel()]
+        encoded = self.model.initial(self.model.encode(self.plan.inputs_of(ids), keys, block.key))
         if keeps:
-            self._encoded[piece.number] = x0
-        return x0
-
-    def _jumping_rows(self, piece: Piece, by_layer: Sequence[Tensor] | None) -> Tensor | None:
-        """The destinations' rows after all layers before the last, side by side, for jumping knowledge.
-
-        by_layer: the destinations' rows after each of these layers. None: read from the tables.
-        """
-        model = self.model
-        block = piece.block
-        if not model.keeps_jk:
-            return None
-        keys = block.src_keys[: block.num_dst]
-        if by_layer is None:
-            by_layer = [self.rows.read(l, piece.dst) for l in range(self.last)]
-        rows = [model.apply_dropout(h, keys, block.key, l) for l, h in enumerate(by_layer)]
-        if model.jk_encoder and self.rows.has_encoded:
-            rows = [self.rows.read(ENCODED, piece.dst), *rows]
-        elif model.jk_encoder:
-            encoded = model.encode(self.plan.inputs_of(block.dst_ids), keys, block.key).jk
-            assert encoded is not None
-            rows = [encoded, *rows]
-        return torch.cat(rows, dim=1) if rows else None
+            self._encoded[piece.number] = encoded
+        return encoded
 
     @contextmanager
     def same_draws(self, l: int, piece: Piece) -> Iterator[None]:
@@ -537,34 +512,44 @@ class Layers(Generic[C]):
 
         Gradients are added to the parameters' `.grad`, and at the rows after layer l - 1.
         """
-        inputs = self.rows.read(l - 1, piece.src).requires_grad_() if l > 0 else None
+        sources, own = self._leaves(l, piece)
         recorder = Recorder(measures=penalty > 0)
-        out = layer_rows(self.model, l, self.state(l, piece, inputs), piece, recorder)
+        out = layer_rows(self.model, l, self.state(l, piece, sources, own), piece, recorder)
         out_gradient = self.rows.gradient(l, piece.dst).to(out.device, out.dtype)
         # The penalty enters as a gradient at the spreads, so one backward pass does both.
         spread_gradients = [torch.full_like(spread, penalty * piece.block.num_dst) for spread in recorder.spreads]
         # False for a first layer without parameters, such as `SimpleConv`: nothing needs a gradient.
         if out.requires_grad:
             torch.autograd.backward([out, *recorder.spreads], [out_gradient, *spread_gradients])
-        if inputs is not None:
-            self.rows.add(l - 1, piece.src, inputs.grad)
+        self._add_gradients(piece, sources, own)
+
+    def _leaves(self, l: int, piece: Piece) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """The rows that layer `l` reads at the sources and at the destinations, by layer, as leaves of autograd."""
+        reads = self.model.reads(l)
+        sources = {k: self.rows.read(k, piece.src).requires_grad_() for k in reads.sources if k != ENCODED}
+        own = {k: self.rows.read(k, piece.dst).requires_grad_() for k in reads.own if k != ENCODED}
+        return sources, own
+
+    def _add_gradients(self, piece: Piece, sources: Mapping[int, Tensor], own: Mapping[int, Tensor]) -> None:
+        for k, rows in sources.items():
+            self.rows.add(k, piece.src, rows.grad)
+        for k, rows in own.items():
+            self.rows.add(k, piece.dst, rows.grad)
 
     def from_loss(self, piece: Piece, objective: Objective, penalty: float = 0.0) -> None:
         """Compute the last layer and the loss at a piece, with autograd, and run the backward pass.
 
-        Gradients are added to the parameters' `.grad` and at the last layer's inputs. With jumping knowledge they are
-        also added at the destinations' rows after every layer before. If somebody wants them, they are added at the
-        last layer's own rows too.
+        Gradients are added to the parameters' `.grad` and at the rows that the last layer reads. If somebody wants
+        them, they are added at the last layer's own rows too.
         """
         model = self.model
         last = self.last
         block = piece.block
         batch = piece.batch
         assert batch is not None
-        inputs = self.rows.read(last - 1, piece.src).requires_grad_() if last > 0 else None
-        jumped = [self.rows.read(l, piece.dst).requires_grad_() for l in range(last)] if model.keeps_jk else []
+        sources, own = self._leaves(last, piece)
         recorder = Recorder(keeps_gradients=True, measures=penalty > 0)
-        state = model.layer(last, self.state(last, piece, inputs, jumped), replace(block, layer_hooks=recorder))
+        state = model.layer(last, self.state(last, piece, sources, own), replace(block, layer_hooks=recorder))
         loss = torch.zeros((), device=block.src_ids.device)
         if recorder.spreads:
             loss = penalty * block.num_dst * torch.stack(recorder.spreads).sum()
@@ -576,13 +561,10 @@ class Layers(Generic[C]):
             out = recorder.rows[last]
             # Zeros where no gradient came, as at a piece without seeds.
             self.rows.add(last, piece.dst, torch.zeros_like(out) if out.grad is None else out.grad)
-        if inputs is not None:
-            self.rows.add(last - 1, piece.src, inputs.grad)
-        for l, rows in enumerate(jumped):
-            self.rows.add(l, piece.dst, rows.grad)
+        self._add_gradients(piece, sources, own)
 
 
-def layer_rows(model: GNN, l: int, state: State, piece: Piece, recorder: Recorder | None = None) -> Tensor:
+def layer_rows(model: Layered, l: int, state: State, piece: Piece, recorder: Recorder | None = None) -> Tensor:
     """The destinations' rows after layer `l`, before dropout."""
     recorder = recorder or Recorder()
     after = model.layer(l, state, replace(piece.block, layer_hooks=recorder))

@@ -11,6 +11,11 @@ import. The other files:
     tree_layers                 the fast ways in the tree layout on a GPU
     gcn_norm                    GCN's degree norm, unbiased on sampled edges
     norms, row_wise             modules between convs: statistics of batch norms, and the check that rows do not mix
+    layered                     the interface of models made of layers
+    traced                      layers found in a `forward` of the user's own
+    traced_program              takes such a `forward` apart
+    traced_model                runs it layer by layer
+    traced_probe                shows that this is equal to `forward`
     whole_module                models that are not made of layers, run as a whole
     whole_module_probe          finds out how many hops such a model reads
     push_and_pull               historical embeddings in a `forward` of the user's own
@@ -24,8 +29,10 @@ State of the process: `probe.findings` owns the findings about each module, and 
 """
 
 from hopline.nn.conv_adapter import convolve
-from hopline.nn.gnn import GNN, State
+from hopline.nn.gnn import GNN
+from hopline.nn.layered import State
 from hopline.nn.push_and_pull import push_and_pull
+from hopline.nn.traced import Traced
 from hopline.nn.whole_module import Whole, as_batch_model
 
-__all__ = ["GNN", "State", "Whole", "as_batch_model", "convolve", "push_and_pull"]
+__all__ = ["GNN", "State", "Traced", "Whole", "as_batch_model", "convolve", "push_and_pull"]

@@ -51,6 +51,8 @@ MAX_CHANNELS = 512
 """Most columns of an attention head that is fused. A program of the kernel holds all columns of one head."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Endings of the attributes that hold a module's hooks, those of PyG included (such as `_message_forward_hooks`)."""
+DATA_ARGUMENTS = ("edge_weight", "edge_attr", "edge_type")
+"""What a forward(data) may read of its data, besides x and edge_index."""
 METHODS = ("forward", "propagate", "message", "aggregate", "update", "message_and_aggregate", "edge_update")
 """Methods of a conv that a user may replace in one object, as by `conv.message = ...`."""
 
@@ -199,5 +201,6 @@ def takes_x0(conv: nn.Module) -> bool:
 
 @functools.cache
 def arguments_of(kind: type[nn.Module]) -> frozenset[str]:
-    """Names of the arguments of a class's `forward`."""
-    return frozenset(inspect.signature(kind.forward).parameters)
+    """Names of the arguments of a class's `forward`. A forward(data) may read all edge arrays of its data."""
+    names = list(inspect.signature(kind.forward).parameters)
+    return frozenset([*names, *DATA_ARGUMENTS] if names[1:] == ["data"] else names)

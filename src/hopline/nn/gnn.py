@@ -20,8 +20,8 @@ slots in the tree layout. So it does not matter in which micro-batch or order a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -30,45 +30,32 @@ from torch_geometric.nn import GCNConv, JumpingKnowledge
 from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from hopline import ops
-from hopline.core.batch import Batch, Block
-from hopline.core.row_handles import DroppedRows, Handle, Readable, ReducedRows, Rows, as_dtype, as_tensor
-from hopline.nn.conv_adapter import convolve
-from hopline.nn.conv_facts import facts_of, has_hooks, is_linear, reads_rows, takes_x0
-from hopline.nn.fused import defer_layer, input_reduction, own_rows, project, read_ahead, reduced_input
-from hopline.nn.norms import ignore_empty_slots, make_norm, running_statistics
-from hopline.nn.plain_call import plain_block
-from hopline.nn.row_wise import check_row_wise
+from hopline.core.batch import Block
+from hopline.core.row_handles import DroppedRows, Handle, Readable, Rows, as_tensor
+from hopline.nn.conv_adapter import EDGE_ARGUMENTS, convolve, edge_arguments_of
+from hopline.nn.conv_facts import has_hooks, is_linear, reads_rows, takes_x0
+from hopline.nn.fused import defer_layer, own_rows, project
+from hopline.nn.layered import (
+    ENCODED,
+    ConvCall,
+    ConvSize,
+    Layered,
+    LayerSizes,
+    ModelSizes,
+    Reads,
+    State,
+    has_parameters,
+    inner_widths,
+)
+from hopline.nn.norms import make_norm
+from hopline.nn.row_wise import Module, check_row_wise, mixing_in_training
 from hopline.nn.tree_layers import is_tree_on_gpu
 
 INPUT = -1
 """The number of the input dropout among the keys of a step, next to the layers' numbers 0, 1, ..."""
 
 
-@dataclass(frozen=True, eq=False)
-class State:
-    """The input of a layer, or its output: a few tensors with a row per node.
-
-    Example:
-        >>> from torch_geometric.nn import SAGEConv
-        >>> model = hl.nn.GNN([SAGEConv(2, 8), SAGEConv(8, 3)])
-        >>> data = hl.from_edges(torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]), x=torch.ones(4, 2))
-        >>> (batch,) = hl.Sampled(fanouts=(2, 2)).loader(data, torch.tensor([0]))
-        >>> state = hl.nn.State(h=batch.x)
-        >>> for l, block in enumerate(batch.blocks):
-        ...     state = model.layer(l, state, block)
-        >>> model.decode(state).shape
-        torch.Size([1, 3])
-    """
-
-    h: Handle | Tensor
-    """[n, width]: rows of the current nodes, or a handle to rows that are not read or not computed yet."""
-    x0: Tensor | None = None
-    """[n, width]: initial rows, after the encoder. None if no later layer uses them."""
-    jk: Tensor | None = None
-    """[n, sum of widths]: the outputs of all layers so far, concatenated. None without jumping knowledge."""
-
-
-class GNN(nn.Module):
+class GNN(Layered):
     """A model made of PyG convs.
 
     Parameters are named as in PyG's own models (`convs.0...`, `norms.0...`, `lin`).
@@ -237,45 +224,14 @@ class GNN(nn.Module):
         return isinstance(self.convs[0], GCNConv) and not self.keeps_x0
 
     @property
-    def is_fused(self) -> bool:
-        """Whether every conv is fused.
-
-        The work is then in hopline's kernels and in linear layers. On a CPU both can use hopline's threads in
-        place of torch's (`ops.own_threads`).
-        """
-        return all(facts_of(conv).is_fused for conv in self.convs)
-
-    def read_ahead(self, rows: Rows, block: Block) -> Rows:
-        """Compute the part of the first layer that needs no parameter, in a thread that prefetches batches.
-
-        Returns `ReducedRows` with the result, or the handle as it is if there is no such part.
-        """
-        return read_ahead(self.convs[0], rows, block) if self.reads_rows else rows
-
-    @property
-    def input_reduction(self) -> tuple[Any, ...] | None:
-        """A key for the part of the first layer that needs no parameter. None if there is no such part.
-
-        The part is the same in every evaluation, so exact inference caches its result by this key.
-        """
-        return input_reduction(self.convs[0]) if self._reduces_input else None
-
-    def reduced_input(self, h: Handle | Tensor, block: Block) -> tuple[Tensor, str] | None:
-        """(rows, how): the part of the first layer that needs no parameter, computed on a block.
-
-        None if the layer has no such part. `layer(0, ...)` computes the rest if its state holds the result as
-        `ReducedRows`.
-        """
-        return reduced_input(self.convs[0], self._in_precision(h), block) if self._reduces_input else None
-
-    @property
-    def _reduces_input(self) -> bool:
-        """Whether the first layer may run on aggregated features alone.
+    def _input_conv(self) -> nn.Module | None:
+        """The first conv, if its layer may run on aggregated features alone.
 
         The conv must take the features as they are. GCNConv keeps no own rows in `ReducedRows`, so it must
         have no residual that reads them.
         """
-        return not self.encodes and not (self.residual and isinstance(self.convs[0], GCNConv))
+        reduces = not self.encodes and not (self.residual and isinstance(self.convs[0], GCNConv))
+        return self.convs[0] if reduces else None
 
     @property
     def encodes(self) -> bool:
@@ -294,9 +250,9 @@ class GNN(nn.Module):
         the last layer of encoder and head counts.
         """
         modules = [module for module in (self.encoder, getattr(self, "lin", None)) if module is not None]
-        if not _has_parameters(self.convs):
+        if not has_parameters(self.convs):
             layers = [layer for module in modules for layer in module.modules()]
-            with_parameters = [layer for layer in layers if _has_parameters(layer, recurse=False)]
+            with_parameters = [layer for layer in layers if has_parameters(layer, recurse=False)]
             modules = with_parameters[-1:]
         if not modules:
             modules = [self.convs[-1]]
@@ -310,6 +266,11 @@ class GNN(nn.Module):
         num_features: columns of the input rows. edge: the edge arrays of the graph.
         """
         check_row_wise(self, num_features, edge)
+
+    def mixing_in_training(
+        self, num_features: int, edge: Mapping[str, Tensor], *, over_ranks: bool = False
+    ) -> Module | None:
+        return mixing_in_training(self, num_features, edge, over_ranks=over_ranks)
 
     def encode(self, x: Rows | Tensor, ids: Tensor, key: int | Tensor | None) -> State:
         """The state before the first layer: input rows after input dropout and encoder.
@@ -338,28 +299,50 @@ class GNN(nn.Module):
         h = x0 if x0 is not None and self.encoder is None else x
         return State(h, x0, jk)
 
-    def layer(self, l: int, state: State, block: Block) -> State:
-        """Compute layer `l` on a block: from the state of its sources, the state of its destinations.
+    # ---- one layer
 
-        Layer hooks of the block may add rows of other nodes behind those of the destinations.
-        """
-        if block.layer_hooks is not None:
-            block.layer_hooks.before_layer(l, self, state, block)
-        # A single row, or none, has no variance, so batch norms use their running statistics. Not where
-        # ranks sum statistics: a rank with one row must take part in the sum, or the others would wait for
-        # it.
-        sums_over_ranks = block.convs is not None and block.convs.over_ranks
-        has_no_variance = block.num_dst <= 1 and not sums_over_ranks
-        modules = [self.convs[l], self.norms[l]]
-        norms = running_statistics(modules) if has_no_variance else ignore_empty_slots(modules, block)
-        with norms:
-            return self._layer(l, state, block)
+    def initial(self, state: State) -> State:
+        return replace(state, h=torch.empty(0))
+
+    def encoded_rows(self, state: State) -> Tensor:
+        return as_tensor(state.h)
+
+    def reads(self, l: int) -> Reads:
+        jumps = l == self.num_layers - 1 and self.keeps_jk
+        reads_encoded = self.keeps_x0 or (jumps and self.jk_encoder)
+        own = (ENCODED,) if reads_encoded else ()
+        return Reads(sources=(l - 1,), own=(*own, *range(l)) if jumps else own)
+
+    def state_of(
+        self,
+        l: int,
+        sources: Mapping[int, Handle | Tensor],
+        own: Mapping[int, Tensor],
+        encode: Callable[[], State] | None,
+        block: Block,
+    ) -> State:
+        jk = None
+        if l == self.num_layers - 1 and self.keeps_jk:
+            keys = block.src_keys[: block.num_dst]
+            rows = [self.apply_dropout(own[k], keys, block.key, k) for k in range(l)]
+            if self.jk_encoder:
+                encoded = own[ENCODED] if encode is None else encode().jk
+                assert encoded is not None
+                rows = [encoded, *rows]
+            jk = torch.cat(rows, dim=1) if rows else None
+        h = sources[l - 1]
+        if l and self.training and self.dropout:
+            h = self.apply_dropout(as_tensor(h), block.src_keys, block.key, l - 1)
+        x0 = None
+        if self.keeps_x0:
+            x0 = own[ENCODED] if encode is None else encode().x0
+        return State(h, x0, jk)
 
     def _layer(self, l: int, state: State, block: Block) -> State:
         """Layer `l`: conv, initial residual, `_after_conv`, layer hooks, dropout, jumping knowledge."""
         num_dst = block.num_dst
         if l == 0:
-            state = State(self._in_precision(state.h), state.x0, state.jk)
+            state = State(self._in_precision(state.h, self.convs[0]), state.x0, state.jk)
         x0 = None if state.x0 is None else state.x0[:num_dst]
         if is_tree_on_gpu(block) and self._is_plain(l):
             p = self.dropout if self.training else 0.0
@@ -423,37 +406,6 @@ class GNN(nn.Module):
             h = self.jk(list(state.jk.split(h.size(1), dim=1)))
         return self.lin(h) if hasattr(self, "lin") else h
 
-    def forward(
-        self,
-        batch: Batch | Tensor,
-        edge_index: Tensor | None = None,
-        edge_weight: Tensor | None = None,
-        edge_attr: Tensor | None = None,
-    ) -> Tensor:
-        """Outputs for the batch's examples: [num_examples, ...]. Or `model(x, edge_index)`, as PyG's models are called.
-
-        batch: a `Batch`; or the rows [num_nodes, num_features] of a whole graph.
-        edge_index: [2, num_edges] int64, sources first. Convs get `edge_weight` and `edge_attr` if they take them.
-        """
-        if isinstance(batch, Tensor):
-            if edge_index is None:
-                raise ValueError("the model was called with rows alone: call model(x, edge_index), or model(batch)")
-            edge = {"weight": edge_weight, "attr": edge_attr}
-            given = {name: array for name, array in edge.items() if array is not None}
-            block = plain_block(batch.size(0), edge_index, given)
-            batch = Batch(block.src_ids, (block,) * self.num_layers, batch, None)
-        if len(batch.blocks) != self.num_layers:
-            raise ValueError(f"the model has {self.num_layers} layers but the batch has {len(batch.blocks)} blocks")
-        # On the blocks of a shard, batch norms are over the rows of all ranks.
-        conv_runner = batch.blocks[0].convs
-        with nullcontext() if conv_runner is None else conv_runner.global_norms():
-            with ignore_empty_slots([] if self.encoder is None else [self.encoder], batch.blocks[0]):
-                state = self.encode(batch.input_rows, batch.input_keys, batch.key)
-            for l, block in enumerate(batch.blocks):
-                state = self.layer(l, state, block)
-            out = self.decode(state)
-        return out if batch.output_idx is None else out[batch.output_idx]
-
     def _after_conv(self, l: int, h: Tensor, layer_input: Handle | Tensor, relu_later: bool = False) -> Tensor:
         """Norm, activation and residual of layer `l`, in the order of the model's settings.
 
@@ -473,6 +425,59 @@ class GNN(nn.Module):
         if residual is not None and not self.residual_first:
             h = h + residual
         return h
+
+    def conv_calls(self, l: int, state: State, block: Block) -> Sequence[ConvCall]:
+        x0 = None if state.x0 is None else state.x0[: block.num_dst]
+        return [ConvCall(self.convs[l], as_tensor(state.h), x0, block, l)]
+
+    def conv_sizes(self, l: int, width_after: Callable[[int], int]) -> Sequence[ConvSize]:
+        initial_width = width_after(ENCODED) if self.keeps_x0 else None
+        return [ConvSize(self.convs[l], width_after(l - 1), 0, initial_width)]
+
+    def modules_of(self, l: int) -> Sequence[nn.Module]:
+        if l == ENCODED:
+            return [] if self.encoder is None else [self.encoder]
+        return [self.convs[l], self.norms[l]]
+
+    @property
+    def functions(self) -> Sequence[Any]:
+        return [] if isinstance(self.act, nn.Module | None) else [self.act]
+
+    def edge_arrays_read(self, edge: Mapping[str, Tensor]) -> list[str]:
+        # A subclass counts as reading all of them, since its own layers may take any from a block.
+        if type(self) is not GNN:
+            return list(edge)
+        names = {EDGE_ARGUMENTS[argument] for conv in self.convs for argument in edge_arguments_of(conv, edge)}
+        return [name for name in edge if name in names]
+
+    def sizes(self, num_features: int) -> ModelSizes:
+        per_input: float = 0
+        width = num_features
+        if self.encoder is not None:
+            per_input += 2 * width + 4 * inner_widths([self.encoder])
+            width = out_width(self.encoder)
+        if not self.reads_rows:  # the first conv's input rows are a tensor, not read from the table
+            per_input += 3 * width
+        widths = [width]
+        for conv in self.convs:
+            # A conv without parameters, such as APPNP, keeps the width of its input.
+            widths.append(out_width(conv) if has_parameters(conv) else widths[-1])
+        has_norm = any(type(norm) is not nn.Identity for norm in self.norms)
+        rows_after_conv = 12 if self.residual or self.encodes or has_norm else 6
+        jk_numbers = 2 * sum(widths) if self.keeps_jk else 0
+        layers = []
+        for l, (in_width, conv_width) in enumerate(pairwise(widths)):
+            layers.append(
+                LayerSizes(
+                    convs=(ConvSize(self.convs[l], in_width, conv_width),),
+                    needs_input_gradient=l > 0 or self.encodes,
+                    numbers_per_dst=rows_after_conv * conv_width + jk_numbers,
+                )
+            )
+        # Jumping knowledge and the last linear layer, if the model has them.
+        head = [getattr(self, name) for name in ("jk", "lin") if getattr(self, name, None) is not None]
+        per_output = 6 * (inner_widths(head) + widths[-1])
+        return ModelSizes(per_input, tuple(layers), per_output, tuple(widths))
 
     def apply_dropout(self, h: Tensor, ids: Tensor, key: int | Tensor | None, l: int) -> Tensor:
         """The rows `h` after layer `l` with that layer's dropout, as the next layer reads them.
@@ -496,28 +501,6 @@ class GNN(nn.Module):
         drop = ops.relu_dropout if with_relu else ops.keyed_dropout
         return drop(h, p, ops.purpose_key(key, purpose), ids)
 
-    def _in_precision(self, h: Handle | Tensor) -> Handle | Tensor:
-        """The first layer's input in the model's precision, if the first conv has no parameters.
-
-        A conv with parameters converts its input itself.
-        """
-        if _has_parameters(self.convs[0]):
-            return h
-        if isinstance(h, ReducedRows) and h.reduced_and_own.dtype == self._dtype:
-            return h
-        if isinstance(h, Rows) and h.table.dtype == self._dtype == torch.float32:
-            return h  # in the right precision already, and the conv can read the table itself
-        return self._as_dtype(h)
-
-    def _as_dtype(self, rows: Handle | Tensor) -> Tensor:
-        """The rows as a tensor in the model's precision. A handle is read."""
-        return as_dtype(rows, self._dtype)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """The precision of the model's parameters; float32 if it has none."""
-        return next((p.dtype for p in self.parameters()), torch.float32)
-
 
 def _activation(name: str) -> Callable[[Tensor], Tensor]:
     """The function of torch.nn.functional with this name."""
@@ -538,18 +521,3 @@ def out_width(conv: Any) -> int:
             raise ValueError(f"{type(conv).__name__} does not tell its width: pass norm and jk as modules")
         width = inner_widths[-1]
     return width * getattr(conv, "heads", 1) if getattr(conv, "concat", False) else width
-
-
-def row_widths(model: GNN, num_features: int) -> list[int]:
-    """[num_layers + 1] columns of the rows before the first layer, and after each layer.
-
-    A conv without parameters, such as APPNP, keeps the width of its input.
-    """
-    widths = [num_features if model.encoder is None else out_width(model.encoder)]
-    for conv in model.convs:
-        widths.append(out_width(conv) if _has_parameters(conv) else widths[-1])
-    return widths
-
-
-def _has_parameters(module: nn.Module, recurse: bool = True) -> bool:
-    return next(module.parameters(recurse), None) is not None

@@ -100,7 +100,7 @@ def mixing_in_training(
     known_types = KNOWN_IN_EVALUATION if over_ranks else KNOWN_TYPES
     trial = trial_of(model).train()
     old_buffers = {module: [b.clone() for b in module.buffers(recurse=False)] for module in trial.modules()}
-    statistics = OwnStatistics(_constant_statistics) if over_ranks else nullcontext()
+    statistics = OwnStatistics(constant_statistics) if over_ranks else nullcontext()
     with NoDropout(), statistics, torch.random.fork_rng([]):
         if not all(_is_known(module, known_types) for module in _between(model)):
             mixing = _find_mixing_module(trial, num_features, edge)
@@ -261,7 +261,7 @@ def _find_mixing_conv(trial: GNN, num_features: int, edge: Mapping[str, Tensor])
     return None
 
 
-def _constant_statistics(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def constant_statistics(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(mean 0, variance 1, 2 rows): statistics that do not depend on the rows.
 
     With them batch norms do not mix rows, so a trial finds the other modules that do.

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hopline import ops
 from hopline.core.batch import Block
-from hopline.core.row_handles import as_tensor
 from hopline.nn.conv_adapter import convolve
-from hopline.nn.gnn import GNN, State
+from hopline.nn.layered import ConvCall, Layered, State
 from hopline.ops.random import draw, uniform
 
 NOISE = 0.1
@@ -30,7 +29,7 @@ NOISE_PURPOSE = 1 << 21
 no two draws share a key."""
 
 
-def smoothness_penalty(model: GNN, l: int, state: State, block: Block) -> Tensor | None:
+def smoothness_penalty(model: Layered, l: int, state: State, block: Block) -> Tensor | None:
     """The penalty of layer `l` on a block: a scalar with a gradient.
 
     None for the first layer, whose input rows are features and never stale. None in evaluation or without
@@ -38,21 +37,20 @@ def smoothness_penalty(model: GNN, l: int, state: State, block: Block) -> Tensor
     """
     if l == 0 or not model.training or not torch.is_grad_enabled():
         return None
-    return _spread(model, l, state, block, NOISE)
+    spreads = [_spread(call, NOISE) for call in model.conv_calls(l, state, block)]
+    return torch.stack(spreads).sum()
 
 
-def _spread(model: GNN, l: int, state: State, block: Block, noise: float) -> Tensor:
-    """The mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of layer `l`."""
-    conv = model.convs[l]
-    h = as_tensor(state.h)
-    x0 = None if state.x0 is None else state.x0[: block.num_dst]
+def _spread(call: ConvCall, noise: float) -> Tensor:
+    """The mean over the destinations of |f(h) - f(h + noise z)|, with f the conv of a call."""
+    conv, h, x0, block, number = call
     # In evaluation mode the conv draws no dropout, so that only the noise differs between the two calls.
     # Modes are restored module by module, since a user may have set some of them to evaluation.
     modes = [(module, module.training) for module in conv.modules()]
     conv.eval()
     try:
-        moved = h + noise * _normal(h, block, l)
-        change = convolve(conv, h, block, x0, l) - convolve(conv, moved, block, x0, l)
+        moved = h + noise * _normal(h, block, number)
+        change = convolve(conv, h, block, x0, number) - convolve(conv, moved, block, x0, number)
     finally:
         for module, was_training in modes:
             module.training = was_training

@@ -13,7 +13,6 @@ that was taken out of DDP is trained, the other if a user's own model is called 
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,8 +28,13 @@ from hopline.core.batch import Batch, Block
 from hopline.core.row_handles import Readable, as_dtype, as_tensor
 from hopline.nn.conv_adapter import EDGE_ARGUMENTS, edge_arguments, edge_arguments_of
 from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
+from hopline.nn.plain_call import adjs_of, call_module, takes_adjs
 from hopline.nn.probe import without_caches
 from hopline.nn.push_and_pull import degrees_of_graph, pulling
+from hopline.nn.traced import Traced, check_edge_arguments, check_signature, required_arrays
+from hopline.nn.traced_probe import find_program
+from hopline.nn.traced_program import NotTraceable
 from hopline.util.host import refuse_after_fork
 
 
@@ -68,7 +72,7 @@ class Whole(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.required_edge_arguments = _required_edge_arguments(module)
+        check_signature(module)
 
     def keeps_handle(self, table: Readable) -> bool:
         """Whether a batch should hold a handle to input rows of this table, and not the rows.
@@ -99,7 +103,7 @@ class Whole(nn.Module):
         self._refuse_caches()
         block = batch.blocks[-1]
         if block.layer_hooks is None:
-            rows = self.on_block(as_tensor(batch.input_rows), batch.union())[: batch.num_seeds]
+            rows = self._rows(batch)
         else:
             # A batch of `Historical`, whose blocks are all the same: the halo's rows come from `push_and_pull`.
             with pulling(self.module, block.layer_hooks, block):
@@ -107,28 +111,24 @@ class Whole(nn.Module):
                 rows = self.on_block(as_tensor(batch.input_rows), union)[: block.num_dst]
         return rows if batch.output_idx is None else rows[batch.output_idx]
 
+    def _rows(self, batch: Batch) -> Tensor:
+        """[num_seeds, ...]: outputs for the batch's seeds."""
+        x = as_tensor(batch.input_rows)
+        if takes_adjs(self.module):
+            return self.module(as_dtype(x, next(self.module.parameters(), x).dtype), adjs_of(batch.blocks))
+        return self.on_block(x, batch.union())[: batch.num_seeds]
+
     def on_block(self, x: Tensor, block: Block) -> Tensor:
         """[num_src, ...]: outputs for all nodes of a square block, whose sources are its destinations.
 
         x: [num_src, num_features] rows of the block's nodes.
         """
         name = type(self.module).__name__
-        for argument in self.required_edge_arguments:
-            if EDGE_ARGUMENTS[argument] not in block.edge:
-                raise ValueError(
-                    f"{name}.forward needs {argument}, and the graph has no edge array {EDGE_ARGUMENTS[argument]!r}: "
-                    f"give the dataset one, or give the argument a default ({argument}=None)"
-                )
-        parameters = inspect.signature(self.module.forward).parameters
-        if "adj_t" in parameters and "weight" in block.edge and "edge_weight" not in parameters:
-            raise ValueError(
-                f"{name}.forward(x, adj_t) expects the weights of the edges in adj_t, and is given edges alone: write "
-                "forward(x, edge_index, edge_weight), or leave the edge array 'weight' out of the dataset"
-            )
+        check_edge_arguments(self.module, block.edge)
         dtype = next(self.module.parameters(), x).dtype
         arguments = edge_arguments(self.module, block.edge, dtype)
         with without_caches(self.module), degrees_of_graph(self.module, block.edge_index, arguments):
-            out = self.module(as_dtype(x, dtype), block.edge_index, **arguments)
+            out = call_module(self.module, as_dtype(x, dtype), block.edge_index, arguments)
         if not isinstance(out, Tensor):
             raise ValueError(
                 f"{name}.forward returned a {type(out).__name__}: return one tensor with a row per node, if need be "
@@ -142,36 +142,9 @@ class Whole(nn.Module):
         return out
 
 
-def _required_edge_arguments(module: nn.Module) -> list[str]:
-    """Names of a module's edge arguments that have no default.
-
-    Raises:
-        ValueError: The module's `forward` does not take (x, edge_index, ...), or needs an unknown argument.
-    """
-    parameters = list(inspect.signature(module.forward).parameters.values())
-    names = [p.name for p in parameters]
-    class_name = type(module).__name__
-    # By position: PyG's convs take edges where OGB's models hand them an adj_t.
-    if names[1:2] not in (["edge_index"], ["adj_t"]):
-        raise ValueError(
-            f"{class_name}.forward takes ({', '.join(names)}): write forward(x, edge_index, ...), "
-            "or use hl.nn.GNN([...convs...])"
-        )
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p.name for p in parameters[2:] if p.default is p.empty and p.kind not in optional]
-    unknown = [name for name in required if name not in EDGE_ARGUMENTS]
-    if unknown:
-        raise ValueError(
-            f"{class_name}.forward needs {', '.join(unknown)} besides x and edge_index, and is only given "
-            f"{', '.join(EDGE_ARGUMENTS)} where the graph has them: give {unknown[0]} a default, if need be in a "
-            "module around it with forward(x, edge_index)"
-        )
-    return required
-
-
 def depth_of(model: nn.Module) -> int:
     """The number of hops that a model reaches: its layers, or the PyG convs of a module without layers."""
-    if isinstance(model, GNN):
+    if isinstance(model, Layered):
         return model.num_layers
     module = model.module if isinstance(model, Whole) else model
     num_convs = sum(isinstance(part, MessagePassing) for part in module.modules())
@@ -183,19 +156,20 @@ def depth_of(model: nn.Module) -> int:
     return num_convs
 
 
-def edge_arrays_read(model: GNN | Whole, edge: Mapping[str, Tensor]) -> list[str]:
+def edge_arrays_read(model: Layered | Whole, edge: Mapping[str, Tensor]) -> list[str]:
     """Names of the graph's edge arrays that a conv of the model takes. edge: all arrays, of which no row is read.
 
     A subclass counts as reading all of them, since its own layers may take any from a block.
     """
-    if type(model) not in (GNN, Whole):
+    if isinstance(model, Layered):
+        return model.edge_arrays_read(edge)
+    if type(model) is not Whole:
         return list(edge)
-    convs = model.convs if isinstance(model, GNN) else [model.module]
-    names = {EDGE_ARGUMENTS[argument] for conv in convs for argument in edge_arguments_of(conv, edge)}
+    names = {EDGE_ARGUMENTS[argument] for argument in edge_arguments_of(model.module, edge)}
     return [name for name in edge if name in names]
 
 
-def as_batch_model(model: nn.Module) -> GNN | Whole:
+def as_batch_model(model: nn.Module) -> Layered | Whole:
     """Return a model that can be called with a batch, and shares its parameters with the given one.
 
     A GNN is returned as it is. A PyG model becomes a GNN, which runs layer by layer. Any other module with
@@ -229,15 +203,20 @@ def as_batch_model(model: nn.Module) -> GNN | Whole:
             batch_model.register_forward_pre_hook(_refuse_gradients)
         return batch_model
     has_layers = is_layered(model)  # also refuses a GNN whose layers do not tell what it computes
-    if isinstance(model, GNN | Whole):
+    if isinstance(model, Layered | Whole):
         return model
-    batch_model = GNN.from_pyg(model) if has_layers else Whole(model)  # type: ignore[arg-type]
+    if not has_layers:
+        batch_model: Layered | Whole = Whole(model)
+    elif _is_list_of_layers(model):
+        batch_model = GNN.from_pyg(model)  # type: ignore[arg-type]
+    else:
+        batch_model = Traced(model)
     batch_model.training = model.training  # of the new object alone: its layers are the model's own
     return batch_model
 
 
 def is_layered(model: nn.Module) -> bool:
-    """Whether a model is run layer by layer: a GNN, or a PyG model whose `forward` only runs its layers.
+    """Whether a model is run layer by layer: a GNN, a PyG model, or a module whose layers can be found.
 
     model: without a wrapper such as DDP, see `unwrap`.
 
@@ -255,12 +234,36 @@ def is_layered(model: nn.Module) -> bool:
             f"{type(model).__name__} has hooks, which exact inference does not go through: put them on its convs, "
             "encoder or head"
         )
+    if isinstance(model, Layered | Whole):
+        return isinstance(model, Layered)
+    return _is_list_of_layers(model) or reason_against_layers(model) is None
+
+
+def _is_list_of_layers(model: nn.Module) -> bool:
+    """Whether a model is one of PyG's whose `forward` only runs its layers."""
     if not isinstance(model, BasicGNN):
-        return isinstance(model, GNN)
-    overrides_forward = type(model).forward is not BasicGNN.forward or is_patched
+        return False
+    overrides_forward = type(model).forward is not BasicGNN.forward or "forward" in vars(model)
     # Run layer by layer, neither the model itself nor its dropout module is called, so their hooks would
     # not run.
     return not (overrides_forward or has_hooks(model) or has_hooks(model.dropout))
+
+
+def reason_against_layers(module: nn.Module) -> str | None:
+    """Why the layers of a module's `forward` cannot be found: a clause with the module as "it". None if they can."""
+    try:
+        check_signature(module)
+        for training in (False, True):
+            find_program(module, required_arrays(module), training)
+    except (NotTraceable, ValueError) as error:
+        return str(error)
+    return None
+
+
+def why_whole(model: Whole) -> str:
+    """(why its layers cannot be found), for a message; "" if they could be, but the user gave a `Whole`."""
+    reason = reason_against_layers(model.module)
+    return "" if reason is None else f" ({reason})"
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -324,7 +327,7 @@ def refuse_batches(model: nn.Module) -> None:
 
     model: the model that a loader was made for. A GNN or Whole reads batches, and is left alone.
     """
-    if not isinstance(model, GNN | Whole) and _refuse_batch not in model._forward_pre_hooks.values():
+    if not isinstance(model, Layered | Whole) and _refuse_batch not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_refuse_batch)
 
 

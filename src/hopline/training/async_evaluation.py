@@ -36,7 +36,7 @@ from hopline.contract import Job
 from hopline.device import streams
 from hopline.inference.captured_forward import CapturedInferences, PendingInference
 from hopline.nn.attributes import copy_attributes, fixed_parts_of, set_attributes
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.probe import copy_module
 from hopline.nn.structure import hash_of
 from hopline.pipeline.stages import give_way
@@ -89,7 +89,7 @@ class EvaluationThread:
         self._pending: deque[Future[Evaluation]] = deque()
         """Evaluations that were submitted and not returned by `results`, in order. The caller's thread owns it."""
         model = self._job.model
-        if isinstance(model, GNN):
+        if isinstance(model, Layered):
             model.layer = self._stop_if_cancelled(model.layer)  # type: ignore[method-assign]
         self._num_torch_threads = torch.get_num_threads()
 
@@ -177,7 +177,7 @@ class EvaluationThread:
         on_gpu = self._stream is not None
         if not on_gpu:
             ops.serial_here()
-        is_fused = isinstance(self._job.model, GNN) and self._job.model.is_fused
+        is_fused = isinstance(self._job.model, Layered) and self._job.model.is_fused
         if on_gpu or not is_fused:
             # Torch keeps this number per thread. On a CPU, `serial_here` has set it to 1. On a GPU, the thread
             # begins with the number that any thread set last.

@@ -29,7 +29,7 @@ from hopline.device.snapshots import evaluating
 from hopline.inference import distributed as shard_infer
 from hopline.inference import without_layers
 from hopline.inference.captured_forward import CapturedInference, CapturedInferences
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import Whole
 from hopline.nn.whole_module_probe import find_reach
 from hopline.shards.data import ShardedData
@@ -164,7 +164,7 @@ class Measure:
 # ---- modules that are not made of layers
 
 
-def hops_by_fanouts(model: GNN | Whole, data: Dataset, method: Method) -> int | None:
+def hops_by_fanouts(model: Layered | Whole, data: Dataset, method: Method) -> int | None:
     """The hops around a node that a module without layers reads, for `without_layers.part_hops_of`.
 
     That is the number of hops of the method's batches, if a trial on a tiny graph shows that they are enough: a

@@ -26,7 +26,7 @@ from hopline.data.fingerprint import sample
 from hopline.distributed.gradients import CombinedBy, CombineGradients, Gradients, have_same_bits
 from hopline.distributed.world import World
 from hopline.methods.listed import DEFAULT, METHODS
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import is_layered, num_wrapped_ranks, unwrap
 from hopline.shards.data import ShardedData
 from hopline.tasks.settings import TASK_SETTINGS, TaskSettings
@@ -107,7 +107,7 @@ def check_hooks(job: Job) -> None:
     A PyG model with hooks must run as a whole: running it layer by layer would not call them. The Trainer
     decided which of the two to do when it was made.
     """
-    if is_layered(job.module) != isinstance(job.model, GNN):
+    if is_layered(job.module) != isinstance(job.model, Layered):
         raise ValueError(
             f"hooks were put on {type(job.module).__name__} after the Trainer was made: put them on before"
         )

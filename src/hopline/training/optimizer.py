@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from hopline import ops
 from hopline.contract import Job
 from hopline.device.cuda_graph import CapturedCall
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.training.settings import TrainSettings
 from hopline.util import trace
 
@@ -151,7 +151,7 @@ def optimizer_of(job: Job, settings: TrainSettings, own: OwnOptimizer | None) ->
     """The optimizer that the settings ask for, over a job's model. own: the user's, in place of a name."""
     rest_parameters = []
     if settings.weight_decay_rest is not None:
-        if not isinstance(job.model, GNN):
+        if not isinstance(job.model, Layered):
             raise ValueError(
                 f"weight_decay_rest= is for the last layer, and {type(job.module).__name__} is not made of layers: "
                 "leave it out, or use hl.nn.GNN or a PyG model such as GCN"

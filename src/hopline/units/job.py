@@ -12,7 +12,7 @@ from hopline.contract import Job
 from hopline.core.examples import Examples, as_examples
 from hopline.data.dataset import Dataset
 from hopline.distributed.world import World
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.tasks.own_steps import OwnSteps
 from hopline.tasks.settings import DEFAULT_TASKS, TaskSettings
@@ -23,7 +23,7 @@ def make_job(
     module: nn.Module,
     data: Dataset,
     *,
-    model: GNN | Whole | None = None,
+    model: Layered | Whole | None = None,
     examples: Examples | Tensor | None = None,
     task: Task | TaskSettings | None = None,
     seed: int = 0,

@@ -9,7 +9,7 @@ from torch import nn
 
 from hopline import ops
 from hopline.contract import Job
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import as_batch_model, is_layered, unwrap
 from hopline.util.host import num_cores
 
@@ -56,6 +56,6 @@ def _threads_for(model: nn.Module, device: torch.device, max_threads: int) -> Ab
 
     It does nothing for other models and devices.
     """
-    if device.type == "cpu" and isinstance(model, GNN) and model.is_fused:
+    if device.type == "cpu" and isinstance(model, Layered) and model.is_fused:
         return ops.own_threads(min(torch.get_num_threads(), max_threads, MAX_TRAINING_THREADS))
     return nullcontext()

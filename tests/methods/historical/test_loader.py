@@ -15,6 +15,7 @@ from hopline.distributed.launch_settings import LaunchSettings
 from hopline.distributed.world import World
 from tests.methods.historical.loops import DATA, difference, method_of, model_of, on_ranks, own_loop, trainers
 from tests.support.helpers import assert_close
+from tests.support.own_modules import opaque
 
 CASES: list[dict[str, Any]] = [
     {"kind": "gnn"},
@@ -151,6 +152,7 @@ class OneModule(nn.Module):
         self.conv = SAGEConv(6, 6)
 
     def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        x = opaque(x)
         return self.conv(self.conv(x, edge_index), edge_index)
 
 

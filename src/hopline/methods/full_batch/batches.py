@@ -25,8 +25,8 @@ from hopline.distributed.world import World
 from hopline.methods.full_batch.compression import COMPRESSED, HalfPrecisionTransport
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.partitioned_graph import partition_together
-from hopline.nn.gnn import GNN
-from hopline.nn.row_wise import describe_module, mixing_in_training
+from hopline.nn.layered import Layered
+from hopline.nn.row_wise import describe_module
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.convs.runner import ShardConvs
 from hopline.shards.convs.trimming import trimmed_convs
@@ -46,7 +46,7 @@ def check_settings(method: FullBatch, data: Dataset, world: World) -> None:
         raise ValueError("compress= is about rows that travel between ranks: set devices=2 or more, or leave it out")
 
 
-def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> str | None:
+def check_model(method: FullBatch, model: Layered, data: Dataset, world: World) -> str | None:
     """Refuse a model whose gradients would not be exact.
 
     Returns a description of the first module that mixes rows in training, such as a batch norm. None: no module does.
@@ -55,13 +55,13 @@ def check_model(method: FullBatch, model: GNN, data: Dataset, world: World) -> s
     model.check_blocks(data.num_features, edge)
     if world.size > 1:
         # Over ranks batch norms are fine: their statistics are summed over the ranks.
-        mixing = mixing_in_training(model, data.num_features, edge, over_ranks=True)
+        mixing = model.mixing_in_training(data.num_features, edge, over_ranks=True)
         if mixing is not None:
             raise ValueError(
                 f"{describe_module(mixing)} mixes rows in training, and a rank has only its own: use BatchNorm or "
                 "LayerNorm(..., mode='node'), or devices=1"
             )
-    mixing = mixing_in_training(model, data.num_features, edge)
+    mixing = model.mixing_in_training(data.num_features, edge)
     if mixing is None:
         return None
     if method.trim:

@@ -16,7 +16,7 @@ from hopline.distributed.world import World
 from hopline.methods.full_batch.batches import ShardBatches, check_model, check_settings
 from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.seeds import find_seeds
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import as_batch_model, is_layered, refuse_batches, unwrap
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
@@ -136,6 +136,6 @@ def _check_layers(method: FullBatch, model: nn.Module, data: Dataset, world: Wor
         )
     refuse_batches(inner)  # a PyG model that is called with a batch will raise an error with advice
     batch_model = as_batch_model(inner)
-    assert isinstance(batch_model, GNN)
+    assert isinstance(batch_model, Layered)
     check_model(method, batch_model, data, world)
     return batch_model.num_layers

@@ -37,7 +37,7 @@ from hopline.methods.partitioned.memory_plan import (
     table_items,
 )
 from hopline.methods.partitioned.partitioned_graph import partition_together
-from hopline.nn.gnn import GNN, row_widths
+from hopline.nn.layered import Layered, row_widths
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.tables import TensorTable
 from hopline.units.loss_at_outputs import LOSS_COPIES
@@ -82,13 +82,13 @@ def _plan_without_step(
 # ---- a sweep
 
 
-def _plan_sweep(method: FullBatch, outline: Outline, budget: Budget, model: GNN) -> Plan:
+def _plan_sweep(method: FullBatch, outline: Outline, budget: Budget, model: Layered) -> Plan:
     data = outline.data
     *hidden_widths, _last = row_widths(model, data.num_features)[1:]
     row_bytes = data.num_nodes * outline.dtype.itemsize
     rows = table_items("rows", method.folder, sum(hidden_widths) * row_bytes, outline, method.tables)
     # Gradients at rows: those that a layer reads and those that it adds to, or with jumping knowledge all.
-    gradient_widths = hidden_widths if model.keeps_jk else sorted(hidden_widths)[-2:]
+    gradient_widths = hidden_widths if model.keeps_rows else sorted(hidden_widths)[-2:]
     gradient_bytes = sum(gradient_widths) * row_bytes
     # They lie where the tables do. Beside mapped files they lie on the host.
     are_in_step = rows[0].place == outline.compute_place or outline.compute_place == "host"
@@ -147,7 +147,7 @@ def _parts_within(limit: float, graph: Graph, partition: Partition, layers: Laye
         partition = partition.split(num_runs, weight=degrees + 1)
 
 
-def _output_bytes(outline: Outline, model: GNN) -> int:
+def _output_bytes(outline: Outline, model: Layered) -> int:
     """The bytes of the outputs of all training nodes: a loss of the user's own needs them at once."""
     width = max(row_widths(model, outline.data.num_features)[-1], outline.data.num_classes)
     return len(outline.job.examples) * width * outline.dtype.itemsize
@@ -156,7 +156,7 @@ def _output_bytes(outline: Outline, model: GNN) -> int:
 # ---- a step over shards
 
 
-def _plan_shards(method: FullBatch, outline: Outline, budget: Budget, model: GNN, mode: FetchMode) -> Plan:
+def _plan_shards(method: FullBatch, outline: Outline, budget: Budget, model: Layered, mode: FetchMode) -> Plan:
     data = outline.data
     num_ranks = outline.job.world.size
     sized = _plan_without_step(method, outline, budget, num_ranks if num_ranks > 1 else method.num_shards)
@@ -169,13 +169,13 @@ def _plan_shards(method: FullBatch, outline: Outline, budget: Budget, model: GNN
     return replace(sized, step_bytes=step_bytes, min_step_bytes=step_bytes)
 
 
-def _measured_shards(method: FullBatch, outline: Outline, model: GNN, mode: FetchMode, limit: float) -> Predictor:
+def _measured_shards(method: FullBatch, outline: Outline, model: Layered, mode: FetchMode, limit: float) -> Predictor:
     """A predictor of steps over all nodes of a graph, by steps of a copy of the model on small graphs.
 
     It ends with the graph itself, or before a graph that is expected to take more than `limit`.
     """
     job = replace(job_of(outline), world=type(outline.job.world).alone())
-    assert isinstance(job.model, GNN)
+    assert isinstance(job.model, Layered)
     predictor = Predictor(costs_of(model, outline.data.tables.get("x"), model.num_layers))
     num_nodes = outline.data.num_nodes
     count = min(FIRST_NODES, num_nodes)

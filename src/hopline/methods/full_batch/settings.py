@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # loaders need torch; the settings do not
     from hopline.data.dataset import Dataset
     from hopline.distributed.world import World
     from hopline.methods.full_batch.loader import FullBatchLoader
-    from hopline.nn.gnn import GNN
+    from hopline.nn.layered import Layered
     from hopline.nn.whole_module import Whole
     from hopline.shards.shard import Shard
 
@@ -90,10 +90,10 @@ class FullBatch(Method):
         return self if self.folder is None else replace(self, folder=folder)
 
     @classmethod
-    def forms(cls, model: GNN | Whole, folder: Path) -> Sequence[FullBatch]:
-        from hopline.nn.gnn import GNN
+    def forms(cls, model: Layered | Whole, folder: Path) -> Sequence[FullBatch]:
+        from hopline.nn.layered import Layered
 
-        return (cls(), cls(folder=folder)) if isinstance(model, GNN) else ()
+        return (cls(), cls(folder=folder)) if isinstance(model, Layered) else ()
 
     def placement(self, requested: Placement) -> Placement:
         return with_graph_on_host(requested, "method=full_batch cuts the graph on the host")

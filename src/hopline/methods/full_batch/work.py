@@ -28,8 +28,8 @@ from hopline.methods.full_batch.settings import FullBatch
 from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
 from hopline.methods.partitioned.sweep import Sweep
 from hopline.methods.partitioned.trimming import TrimmedSweep
-from hopline.nn.gnn import GNN
-from hopline.nn.whole_module import Whole
+from hopline.nn.layered import Layered
+from hopline.nn.whole_module import Whole, why_whole
 from hopline.shards.convs.batch_norm import norms_over_ranks
 from hopline.shards.convs.patch_message_passing import FetchMode
 from hopline.shards.data import ShardedData
@@ -45,8 +45,8 @@ def bind(method: FullBatch, job: Job) -> Work:
     model = job.model
     if isinstance(model, Whole):
         raise ValueError(
-            f"{type(model.module).__name__} is not made of layers, of which each goes over all shards: use "
-            "hl.nn.GNN, or a PyG model such as GCN"
+            f"{type(model.module).__name__} is not made of layers, of which each goes over all shards"
+            f"{why_whole(model)}: use hl.nn.GNN, or a PyG model such as GCN"
         )
     check_settings(method, job.data, job.world)
     aggregation, reason = choose_aggregation(method, job, model)
@@ -59,7 +59,7 @@ def bind(method: FullBatch, job: Job) -> Work:
 
 
 def choose_aggregation(
-    method: FullBatch, job: Job, model: GNN
+    method: FullBatch, job: Job, model: Layered
 ) -> tuple[Literal["sweep", "sequential", "stored", "one_shot"], str]:
     """(the aggregation of a job, why). "auto" is replaced by one that works."""
     mixing = check_model(method, model, job.data, job.world)
@@ -88,7 +88,7 @@ class SweepWork(Work):
     """
 
     def __init__(
-        self, job: Job, model: GNN, method: FullBatch, guard: Guard | None = None, plan: Plan | None = None
+        self, job: Job, model: Layered, method: FullBatch, guard: Guard | None = None, plan: Plan | None = None
     ) -> None:
         spec = PartsSpec(
             num_parts=method.num_shards if plan is None or plan.partition is None else plan.partition.num_parts,
@@ -154,7 +154,7 @@ class ShardedWork(Work):
     The constructor is collective: all ranks call it.
     """
 
-    def __init__(self, job: Job, model: GNN, method: FullBatch, mode: FetchMode) -> None:
+    def __init__(self, job: Job, model: Layered, method: FullBatch, mode: FetchMode) -> None:
         self.job = job
         self.batches = ShardBatches(
             data=job.data,

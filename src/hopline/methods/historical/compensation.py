@@ -19,6 +19,7 @@ from torch import Tensor
 
 from hopline.budget.micro_batches import edges_of_run
 from hopline.core.batch import Block
+from hopline.nn.layered import ENCODED
 from hopline.nn.norms import running_statistics
 
 if TYPE_CHECKING:
@@ -111,12 +112,16 @@ def compensation_gradient(
         (out_neighbors.batch_src_idx,), leaf[out_neighbors.own_idx]
     )
 
+    # By layer: historical embeddings of the out-neighbours themselves, where the layer reads rows of earlier layers.
+    own_positions = out_neighbors.src_positions[: out_neighbors.block.num_dst]
+    earlier = [k for k in partitioned.model.reads(l + 1).own if k != ENCODED]
+    own = {k: hist_batch.row_reader.read(k, own_positions, like=leaf) for k in earlier}
+
     # The batch's key, so that dropout is drawn as in the batch's own layers.
     block = replace(out_neighbors.block, key=hist_batch.batch.key)
     # Batch norms use their running statistics: a step's own statistics must not include nodes outside its batch.
-    norm_modules = [partitioned.model.convs[l + 1], partitioned.model.norms[l + 1]]
-    with torch.enable_grad(), running_statistics(norm_modules):
-        outputs = partitioned.layer_at(l + 1, block, inputs)
+    with torch.enable_grad(), running_statistics(partitioned.model.modules_of(l + 1)):
+        outputs = partitioned.layer_at(l + 1, block, inputs, own)
 
     output_gradients = hist_batch.gradient_reader.read(l + 1, out_neighbors.dst_positions, like=outputs)
     # A layer may let no gradient through at all, or not read these rows.

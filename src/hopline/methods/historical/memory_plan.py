@@ -27,7 +27,7 @@ from hopline.methods.partitioned.memory_plan import (
     table_items,
 )
 from hopline.methods.partitioned.partitioned_graph import partition_together
-from hopline.nn.gnn import row_widths
+from hopline.nn.layered import row_widths
 from hopline.nn.push_and_pull_probe import INSTEAD
 from hopline.nn.whole_module import Whole
 from hopline.tables.history import DTYPES

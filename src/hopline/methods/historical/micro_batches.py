@@ -44,7 +44,7 @@ from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.partitioned.layer_bytes import LayerBytes, ZeroRows, measure_layer
 from hopline.methods.partitioned.memory_plan import ENOUGH_NODES, MAP_BYTES_PER_NODE
 from hopline.methods.partitioned.sweep_loss import make_sweep_loss
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.units.batch_unit import autocast
 from hopline.units.loss_at_outputs import LOSS_COPIES
 from hopline.util import trace
@@ -165,7 +165,7 @@ def whole_sizes(hist_batch: HistoricalBatch) -> Sizes:
     return Sizes(tuple(nodes), tuple(edges))
 
 
-def check_micro_batches(model: GNN) -> None:
+def check_micro_batches(model: Layered) -> None:
     """Refuse a model for which micro-batches would not give the gradients of the batch."""
     check_split(model, instead=f"make parts_per_batch smaller {CHANGES_TRAINING}")
     for name, module in model.named_modules():
@@ -434,7 +434,7 @@ class MicroBatches(BatchPlan):
     @property
     def keeps_all(self) -> bool:
         """Whether gradients after all layers stay until the step ends: for jumping knowledge, and for compensation."""
-        return self.work.model.keeps_jk or self.compensates
+        return self.work.model.keeps_rows or self.compensates
 
     def _find_runs(self, block: Block, ends: Sequence[int], layers: Sequence[int]) -> list[slice]:
         """Split the destinations of a block into runs that fit in all of `layers`. ends: see `balanced_runs`."""

@@ -11,6 +11,7 @@ It takes the memory of one group, and with L calls L (L + 1) / 2 times a conv at
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,13 +28,15 @@ from hopline.nn.whole_module import Whole
 
 if TYPE_CHECKING:
     from hopline.methods.historical.settings import Historical
-    from hopline.nn.gnn import GNN
+    from hopline.nn.layered import Layered
 
 
 class CallsGraph(PartitionedGraph):
     """A graph in parts whose tables hold the rows of calls of `push_and_pull`, each in place of a layer."""
 
-    def layer_at(self, l: int, block: Block, inputs: Tensor | None = None) -> Tensor:
+    def layer_at(
+        self, l: int, block: Block, inputs: Tensor | None = None, own: Mapping[int, Tensor] | None = None
+    ) -> Tensor:
         """Rows of a block's destinations at the first call, which reads no table. It is all that drift asks for."""
         assert l == 0
         batch = Batch(block.dst_ids, (block,), self.batches.inputs_of(block.src_ids), None)
@@ -97,7 +100,7 @@ class OwnForwardWork(HistoricalWork):
         data = job.data
         shapes = find_calls(model, data.x, data.graph.edge, has_halo=method.halo != "drop")
         # What the graph in parts reads of a model: `num_layers`, parameters, and a call with a batch.
-        super().__init__(job, cast("GNN", WithCalls(model, shapes)), method)
+        super().__init__(job, cast("Layered", WithCalls(model, shapes)), method)
 
     def guarded(self, guard: Guard, plan: Plan) -> HistoricalWork:
         raise AssertionError("there is no plan without layers")

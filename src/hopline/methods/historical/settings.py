@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # what is bound to a job needs torch; the settings do not
     from hopline.distributed.world import World
     from hopline.methods.historical.loader import HistoricalLoader
     from hopline.methods.historical.work import HistoricalWork
-    from hopline.nn.gnn import GNN
+    from hopline.nn.layered import Layered
     from hopline.nn.whole_module import Whole
 
 
@@ -131,10 +131,10 @@ class Historical(Method):
         return replace(self, warm_up=False, folder=None if self.folder is None else folder)
 
     @classmethod
-    def forms(cls, model: GNN | Whole, folder: Path) -> Sequence[Historical]:
-        from hopline.nn.gnn import GNN
+    def forms(cls, model: Layered | Whole, folder: Path) -> Sequence[Historical]:
+        from hopline.nn.layered import Layered
 
-        return (cls(), cls(folder=folder)) if isinstance(model, GNN) else ()
+        return (cls(), cls(folder=folder)) if isinstance(model, Layered) else ()
 
     def placement(self, requested: Placement) -> Placement:
         return with_graph_on_host(requested, "method=historical makes its batches on the host")
@@ -160,6 +160,13 @@ class Historical(Method):
         job.model.check_blocks(job.data.num_features, job.data.graph.edge)
         if isinstance(job.model, Whole):
             return OwnForwardWork(job, job.model, self)
+        job.model.check_history(job.data.num_features, job.data.graph.edge)
+        layers = range(1, job.model.num_layers)
+        if self.compensate and any(job.model.reads(l).sources != (l - 1,) for l in layers):
+            raise ValueError(
+                "compensate=true is for models whose convs read the rows of the layer before, and a conv here reads "
+                "rows of earlier layers at its neighbours: leave it out"
+            )
         return HistoricalWork(job, job.model, self)
 
     def loader(

@@ -36,7 +36,7 @@ from hopline.methods.historical.step import HistoricalUnit
 from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
 from hopline.methods.partitioned.parts import Group
 from hopline.methods.partitioned.sweep import Sweep
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.util import trace
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class HistoricalWork(Work):
 
     graph_class = PartitionedGraph
 
-    def __init__(self, job: Job, model: GNN, method: Historical, partition: Partition | None = None) -> None:
+    def __init__(self, job: Job, model: Layered, method: Historical, partition: Partition | None = None) -> None:
         self.job = job
         self.model = model
         self.method = method

@@ -33,7 +33,7 @@ from hopline.layerwise.engine import Boundaries, Layers, Piece
 from hopline.methods.partitioned.partitioned_graph import PartitionedGraph, PartsSpec
 from hopline.methods.partitioned.sweep import AllParts
 from hopline.methods.partitioned.sweep_loss import SummedLoss, SweepLoss
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.tables.layers import as_positions
 from hopline.units.batch_unit import autocast
 from hopline.units.own_threads import own_threads
@@ -42,7 +42,7 @@ FORWARD_SHARE = 1 / 3
 """Time of a layer's forward pass as a share of forward and backward."""
 
 
-def at_layer(model: GNN, sizes: Sizes, l: int) -> Sizes:
+def at_layer(model: Layered, sizes: Sizes, l: int) -> Sizes:
     """The sizes of a step that computes only layer `l` at a block. sizes: of the block, one layer."""
     num_src, num_dst = sizes.nodes
     nodes = [0] * (model.num_layers + 1)
@@ -62,7 +62,7 @@ class LayerBytes:
     Each layer has a predictor of its own, which learns from the measured peaks of that layer.
     """
 
-    def __init__(self, model: GNN, x: Readable | None) -> None:
+    def __init__(self, model: Layered, x: Readable | None) -> None:
         costs = costs_of(model, x, model.num_layers)
         self.model = model
         self.predictors = [Predictor(costs) for _ in range(model.num_layers)]
@@ -183,7 +183,7 @@ def measured_layers(outline: Outline, partition: Partition, max_bytes: float) ->
     """Predicts the bytes of a layer at a part, by measurements of a copy of the model. Cached in the outline."""
     if "layers" not in outline.learnt:
         job = job_of(outline)
-        assert isinstance(job.model, GNN)
+        assert isinstance(job.model, Layered)
         spec = PartsSpec(num_parts=partition.num_parts, partition="range", caches_blocks=False)
         layers = LayerBytes(job.model, outline.data.tables.get("x"))
         measure_layers(layers, PartitionedGraph(job, job.model, spec, partition), max_bytes)

@@ -19,7 +19,8 @@ from hopline.core.batch_sizes import Sizes
 from hopline.core.graph import Graph
 from hopline.core.partition import Partition, halo_sizes
 from hopline.device.row_mover import BUFFER_BYTES, NUM_BUFFERS
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
+from hopline.nn.whole_module import why_whole
 
 PARTITION_BYTES = 45
 """Bytes per node of a partition and of the tables' steps: the part (int32), order, position, the positions that a sweep
@@ -32,12 +33,12 @@ MAP_BYTES_PER_NODE = 16
 """Bytes that building a micro-batch takes per source of the batch's block, for maps to local ids."""
 
 
-def layers_of(outline: Outline, method: Method) -> GNN:
+def layers_of(outline: Outline, method: Method) -> Layered:
     """The model of a run, which must be made of layers."""
-    if not isinstance(outline.model, GNN):
+    if not isinstance(outline.model, Layered):
         raise ValueError(
-            f"{type(method).__name__} needs a model made of layers, and {type(outline.model.module).__name__} is not: "
-            "use hl.nn.GNN, or a PyG model such as GCN"
+            f"{type(method).__name__} needs a model made of layers, and {type(outline.model.module).__name__} is not"
+            f"{why_whole(outline.model)}: use hl.nn.GNN, or a PyG model such as GCN"
         )
     return outline.model
 

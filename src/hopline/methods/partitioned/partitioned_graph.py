@@ -11,8 +11,9 @@ GPU they lie on the device, in pinned host memory, or behind pinned buffers (`ta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +32,7 @@ from hopline.layerwise.engine import Piece, Recorder, layer_rows
 from hopline.methods.partitioned.batches import PartBatches
 from hopline.methods.partitioned.parts import Parts, without_halo
 from hopline.methods.partitioned.rank_histories import Owners, PartAssignment, SharedHistories
-from hopline.nn.gnn import GNN, State
+from hopline.nn.layered import ENCODED, Layered, State
 from hopline.tables.allocators import MappedFiles, Where, allocator_at, choose_where
 from hopline.tables.history import DTYPES, Histories
 from hopline.util.config import format_size
@@ -72,7 +73,7 @@ class PartitionedGraph:
     a GPU. Every rank makes one.
     """
 
-    def __init__(self, job: Job, model: GNN, spec: PartsSpec, partition: Partition | None = None) -> None:
+    def __init__(self, job: Job, model: Layered, spec: PartsSpec, partition: Partition | None = None) -> None:
         self.job = job
         self.model = model
         self.spec = spec
@@ -182,23 +183,28 @@ class PartitionedGraph:
 
     # ---- one layer
 
-    def layer_at(self, l: int, block: Block, inputs: Tensor | None = None) -> Tensor:
+    def layer_at(
+        self, l: int, block: Block, inputs: Tensor | None = None, own: Mapping[int, Tensor] | None = None
+    ) -> Tensor:
         """Rows of a block's destinations after layer `l`, before dropout.
 
         inputs: rows of the block's sources after layer l - 1, before dropout. Layer 0 reads features instead.
+        own: by layer, rows of the destinations that layer `l` reads besides.
         """
         if l == 0:
             state = self.model.encode(self.batches.inputs_of(block.src_ids), block.src_keys, block.key)
         else:
             assert inputs is not None
-            x0 = None
-            if self.model.encodes:
-                own_inputs = self.batches.inputs_of(block.dst_ids)
-                x0 = self.model.encode(own_inputs, block.src_keys[: block.num_dst], block.key).x0
-            inputs = inputs.to(self.job.device, self.dtype)
-            state = State(self.model.apply_dropout(inputs, block.src_keys, block.key, l - 1), x0)
+            encode = partial(self._encode_own, block) if ENCODED in self.model.reads(l).own else None
+            sources = {l - 1: inputs.to(self.job.device, self.dtype)}
+            state = self.model.state_of(l, sources, own or {}, encode, block)
         # The rows are not read or written by the engine, so the piece needs no positions in tables.
         return layer_rows(self.model, l, state, Piece(block, None, None))
+
+    def _encode_own(self, block: Block) -> State:
+        """What layers read of the encoded rows of a block's destinations."""
+        keys = block.src_keys[: block.num_dst]
+        return self.model.initial(self.model.encode(self.batches.inputs_of(block.dst_ids), keys, block.key))
 
     @property
     def dtype(self) -> torch.dtype:

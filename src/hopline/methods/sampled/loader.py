@@ -43,7 +43,7 @@ from hopline.device.out_of_memory import free_memory
 from hopline.distributed.world import World
 from hopline.methods.sampled.own_sampler import own_sampler
 from hopline.methods.sampled.seed_loader import RankExamples, SeedLoader, check_names
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.nn.whole_module import Whole
 from hopline.ops import Slots
 from hopline.pipeline.stages import Pipeline, Stage
@@ -112,7 +112,7 @@ class Loader(SeedLoader):
         method: Sampled,
         seed: int,
         device: torch.device,
-        model: GNN | Whole | None,
+        model: Layered | Whole | None,
         world: World | None = None,
         *,
         split_ahead: Callable[[Batch], Batch] | None = None,
@@ -286,7 +286,7 @@ class Loader(SeedLoader):
             x = None  # `_add_rows_on_gpu` sets it, once the ids are on the GPU
         elif isinstance(x, Rows) and self.keeps_handle and not self._stays_on_host:
             # `read_ahead` is for blocks, whose handles are exactly `Rows`. Those of a tree are a subclass.
-            if isinstance(self.model, GNN) and not self.on_gpu and type(x) is Rows:
+            if isinstance(self.model, Layered) and not self.on_gpu and type(x) is Rows:
                 x = self.model.read_ahead(x, batch.blocks[0])
         elif isinstance(x, Rows):
             x = x.read() if self._reads_at_ids(x.table) else x.table.read(x.ids.cpu())
@@ -351,7 +351,7 @@ class Loader(SeedLoader):
 
 
 def resolve_layout(
-    method: Sampled, data: Dataset, device: torch.device, model: GNN | Whole | None
+    method: Sampled, data: Dataset, device: torch.device, model: Layered | Whole | None
 ) -> Literal["block", "tree"]:
     """The layout, with "auto" replaced: trees if a GPU reads graph and features, else blocks.
 
@@ -369,7 +369,7 @@ def resolve_layout(
         return method.layout
     if method.sampler is not None:
         return "block"
-    if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, GNN):
+    if data.graph.indptr.device.type != "cuda" or -1 in method.fanout_per_layer or not isinstance(model, Layered):
         return "block"
     x = data.tables.get("x")
     tiers = None if x is None else x.tiers(device)

@@ -36,7 +36,7 @@ from hopline.device.meter import library_bytes
 from hopline.device.out_of_memory import state_bytes
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn.gnn import GNN
+from hopline.nn.layered import Layered
 from hopline.ops import Slots
 from hopline.pipeline.stages import resolve_threads
 from hopline.util.config import plural
@@ -182,7 +182,7 @@ class SampledForms:
         outline = self.outline
         if method.layout == "block" or method.sampler is not None:
             return None
-        allows_tree = -1 not in method.fanout_per_layer and isinstance(outline.model, GNN)
+        allows_tree = -1 not in method.fanout_per_layer and isinstance(outline.model, Layered)
         if outline.compute_place == "host" or not allows_tree:
             return None
 
