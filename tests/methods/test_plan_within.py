@@ -27,7 +27,7 @@ from hopline.methods.partitioned.memory_plan import table_items
 from hopline.methods.plan_within import learn, plan_of
 from hopline.methods.sampled.settings import Sampled
 from hopline.nn import GNN
-from hopline.nn.whole_module import as_batch_model
+from hopline.nn.whole_module import Whole, as_batch_model
 from hopline.units.batch_unit import BatchUnit
 from hopline.util.config import parse_size
 from tests.support.helpers import dataset_of, own_task, randn, random_graph, stack_of, usual_task
@@ -180,7 +180,7 @@ def test_a_custom_method_without_a_plan_is_refused_with_what_to_define():
 def test_historical_refuses_a_model_without_layers_and_sampled_plans_it():
     outline = outline_of()
     module = GCNConv(6, 3).double()
-    module_outline = RunOutline(job=Job(**{**vars(outline.job), "model": as_batch_model(module), "module": module}))
+    module_outline = RunOutline(job=Job(**{**vars(outline.job), "model": Whole(module), "module": module}))
     with pytest.raises(ValueError, match=r"GCNConv .*leave out budget="):
         plan_of(METHODS[1], module_outline, Budget())
     assert plan_of(METHODS[0], module_outline, Budget()).check().hidden_bytes == 0

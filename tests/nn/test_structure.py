@@ -305,10 +305,11 @@ def test_what_cannot_be_compared_is_refused_by_name(tmp_path: Path):
 
 def test_a_run_is_not_resumed_with_another_buffer(tmp_path: Path):
     data = small()
-    fit(data, buffered(2.0), out=tmp_path)
+    how = method(fanouts=(4,))
+    fit(data, buffered(2.0), how, out=tmp_path)
     with pytest.raises(ValueError, match=r"another model: .* scale is torch\.float32"):
-        fit(data, buffered(3.0), out=tmp_path, resume=True, epochs=3)
-    assert fit(data, buffered(2.0), out=tmp_path, resume=True, epochs=3).epochs == 3
+        fit(data, buffered(3.0), how, out=tmp_path, resume=True, epochs=3)
+    assert fit(data, buffered(2.0), how, out=tmp_path, resume=True, epochs=3).epochs == 3
 
 
 class Experiment:

@@ -298,6 +298,15 @@ class Noise(Diverges):
         return self.conv(x + torch.rand_like(x) if self.training else x, edge_index)
 
 
+class Keeps(Diverges):
+    edges = None
+
+    def forward(self, x, edge_index):
+        if self.edges is None:
+            self.edges = edge_index
+        return self.conv(x, self.edges)
+
+
 class NodeNorm(Diverges):
     def forward(self, x, edge_index):
         h = self.conv(x, edge_index)
@@ -312,6 +321,7 @@ class NodeNorm(Diverges):
         (Counts, "layer by layer it would compute something else"),
         (OwnEdges, "changes edge_index before a conv gets it, at line"),
         (Noise, "draws random numbers"),
+        (Keeps, r"Keeps.forward changes self\.edges"),
         (NodeNorm, r"something else than a row per node at line \d+ of test_traced.py"),
     ],
 )

@@ -193,6 +193,12 @@ def mapped_file(tensor: Tensor) -> MappedFile | None:
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
+    # A second time, since a map may be missing in a file that is read while another thread maps memory.
+    return _map_of(tensor) or _map_of(tensor)
+
+
+def _map_of(tensor: Tensor) -> MappedFile | None:
+    """One reading of /proc/self/maps, for `mapped_file`."""
     start = tensor.data_ptr()
     # An OSError: there is no /proc, or the file was removed. A ValueError: a line has another form.
     with contextlib.suppress(OSError, ValueError), open("/proc/self/maps") as maps:

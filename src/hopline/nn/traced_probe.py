@@ -46,7 +46,7 @@ from hopline.nn.probe import (
 from hopline.nn.row_wise import NoDropout, constant_statistics
 from hopline.nn.structure import hash_of
 from hopline.nn.traced_model import ProgramModel
-from hopline.nn.traced_program import DROPOUTS, NotTraceable, Program, is_leaf, trace
+from hopline.nn.traced_program import DROPOUTS, NotTraceable, Program, check_hooks, is_leaf, trace
 
 MAX_BYTES = 256 << 20
 """Most bytes of a module's parameters for a trial, as of a module that runs as a whole. A rule of thumb."""
@@ -158,6 +158,7 @@ def _find(
         raise NotTraceable("its forward was replaced in this one object")
     if any(isinstance(m, nn.SyncBatchNorm) for m in module.modules()):
         raise NotTraceable("it has a SyncBatchNorm, which waits for ranks that may have no rows")
+    check_hooks(module)  # before the trial, which would call them
     modes = {name: part.training if training is None else training for name, part in module.named_modules()}
 
     def copy() -> nn.Module:

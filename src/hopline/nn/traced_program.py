@@ -138,8 +138,6 @@ class _Tracer(fx.Tracer):
             return
         done.add(module)
         if not is_leaf(module):
-            if _has_foreign_hooks(module):
-                raise NotTraceable(f"{type(module).__name__} has hooks, which see what its own forward computes")
             self._containers.append((name, module))
             for child_name, child in module.named_children():
                 self._replace_forwards(child, f"{name}.{child_name}" if name else child_name, done)
@@ -165,7 +163,12 @@ class _Tracer(fx.Tracer):
                     path = f"{name}.{tensor_name}" if name else tensor_name
                     tensors[tensor_name] = self.create_proxy("get_attr", path, (), {})
         given = {name: proxies[name] for name in arguments}
+        before = [_attributes(container) for _, container in self._containers]
         out = call_module(self.root, proxies["x"], proxies["edge_index"], given)
+        for (_, container), attributes in zip(self._containers, before, strict=True):
+            changed = _first_change(attributes, _attributes(container))
+            if changed is not None:
+                raise NotTraceable(f"{type(container).__name__}.forward changes self.{changed}")
         self.create_node("output", "output", (self.create_arg(out),), {})
         return self.graph
 
@@ -234,6 +237,16 @@ def is_leaf(module: nn.Module) -> bool:
     return name.startswith("torch.nn.") and not isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
 
 
+def check_hooks(module: nn.Module) -> None:
+    """Raise `NotTraceable` if a module, or one in it that is no leaf, has hooks."""
+    if is_leaf(module):
+        return
+    if _has_foreign_hooks(module):
+        raise NotTraceable(f"{type(module).__name__} has hooks, which see what its own forward computes")
+    for child in module.children():
+        check_hooks(child)
+
+
 def _flat(value: Any) -> Iterator[Any]:
     """All that is in nested lists, tuples and dicts."""
     if isinstance(value, list | tuple):
@@ -249,6 +262,24 @@ def _has_foreign_hooks(module: nn.Module) -> bool:
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
     hooks += [*module._backward_hooks.values(), *module._backward_pre_hooks.values()]
     return any(getattr(hook, "__module__", "") not in OWN_HOOKS for hook in hooks)
+
+
+def _attributes(module: nn.Module) -> dict[str, list[Any]]:
+    """By name, the attributes of a module: the object, and what is in it if it is a container."""
+    found: dict[str, list[Any]] = {}
+    for name, value in vars(module).items():
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list | set) else ()
+        found[name] = [value, *items]
+    return found
+
+
+def _first_change(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> str | None:
+    """The name of an attribute that is another object, or has other objects in it."""
+    for name, objects in after.items():
+        known = before.get(name, [])
+        if len(objects) != len(known) or any(a is not b for a, b in zip(objects, known, strict=True)):
+            return name
+    return None
 
 
 def _line_of(stack: Iterable[traceback.FrameSummary]) -> str:

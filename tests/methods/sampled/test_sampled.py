@@ -23,7 +23,7 @@ from hopline.core.examples import Examples
 from hopline.core.row_handles import Rows
 from hopline.methods.sampled.loader import Loader
 from hopline.methods.sampled.settings import Sampled
-from hopline.nn import GNN, as_batch_model
+from hopline.nn import GNN, Whole, as_batch_model
 from hopline.tables import SparseTable, TensorTable
 from hopline.units.batch_unit import BatchUnit
 from hopline.util.errors import StageError
@@ -292,7 +292,7 @@ def test_a_method_without_bind_cannot_be_made() -> None:
 
 
 def test_sums_cannot_be_scaled_in_a_model_that_is_not_made_of_layers() -> None:
-    model = as_batch_model(SAGEConv(6, 4))
+    model = Whole(SAGEConv(6, 4))
     job = Job(data=DATA, model=model, module=model, examples=Examples(torch.arange(5)), task=own_task(mean_loss))
     with pytest.raises(ValueError, match="scale_sums=true needs a model made of layers"):
         Sampled(fanouts=(3,), scale_sums=True).bind(job)
