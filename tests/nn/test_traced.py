@@ -298,6 +298,43 @@ class Noise(Diverges):
         return self.conv(x + torch.rand_like(x) if self.training else x, edge_index)
 
 
+class LargeGraphs(Diverges):
+    def forward(self, x, edge_index):
+        return self.conv(x - x.mean(0) if x.size(0) > 10_000 else x, edge_index)
+
+
+class Length(Diverges):
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index) * (2 if len(x) > 10_000 else 1)
+
+
+class ManyEdges(Diverges):
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index) * (2 if edge_index.shape[1] > 10_000 else 1)
+
+
+class InChunks(Diverges):
+    def forward(self, x, edge_index):
+        return torch.cat([rows.softmax(-1) for rows in self.conv(x, edge_index).split(256)])
+
+
+class FirstNodes(Diverges):
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index)
+        return torch.cat([2 * h[i : i + 256] for i in range(0, h.size(0), 256)])
+
+
+class WeightNorm(Diverges):
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index) / self.conv.lin_l.weight.norm().item()
+
+
+class LargeWeights(Diverges):
+    def forward(self, x, edge_index):
+        h = self.conv(x, edge_index)
+        return h.relu() if self.conv.lin_l.weight.norm().item() > 30 else h
+
+
 class Keeps(Diverges):
     edges = None
 
@@ -318,7 +355,14 @@ class NodeNorm(Diverges):
     [
         (Diverges, r"line \d+ of test_traced.py, `if x.isnan\(\).any\(\):` \(what it does next depends"),
         (Pools, r"something else than a row per node at line \d+ of test_traced.py, `return self.conv"),
-        (Counts, "layer by layer it would compute something else"),
+        (Counts, "the number of nodes or edges"),
+        (LargeGraphs, "the number of nodes or edges"),
+        (Length, "the number of nodes or edges"),
+        (ManyEdges, "the number of nodes or edges"),
+        (InChunks, r"a range of nodes at line \d+ of test_traced.py"),
+        (FirstNodes, r"a range of nodes at line \d+ of test_traced.py"),
+        (WeightNorm, "numbers of its weights"),
+        (LargeWeights, "numbers of its weights"),
         (OwnEdges, "changes edge_index before a conv gets it, at line"),
         (Noise, "draws random numbers"),
         (Keeps, r"Keeps.forward changes self\.edges"),

@@ -66,6 +66,11 @@ def test_labels_of_another_kind_are_refused_with_what_to_type(y: object, kind: L
         normalize_labels(torch.tensor(y), kind)
 
 
+def test_yes_and_no_are_the_classes_1_and_0():
+    labels, kind = normalize_labels(torch.tensor([True, False, True]), None)
+    assert (labels.tolist(), kind) == ([1, 0, 1], "single")
+
+
 def test_numbers_keep_their_precision():
     assert normalize_labels(torch.tensor([0.5], dtype=torch.float64), None)[0].dtype == torch.float64
     assert normalize_labels(torch.tensor([0.5], dtype=torch.float16), None)[0].dtype == torch.float32

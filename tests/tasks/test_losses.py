@@ -171,3 +171,8 @@ WRONG_NAME: dict[str, Any] = {"metrics": "mae"}
 def test_wrong_settings_are_refused(make: Any, words: str):
     with pytest.raises((TypeError, ValueError), match=words):
         make()
+
+
+@pytest.mark.parametrize("weights", [[0.5, 2.0], torch.tensor([0.5, 2.0]), torch.tensor([0.5, 2.0]).numpy()])
+def test_class_weights_come_as_torch_takes_them(weights: Any):
+    assert hl.Classification(class_weights=weights).class_weights == (0.5, 2.0)

@@ -134,7 +134,7 @@ def _draw_rows(shape: tuple[int, ...]) -> Tensor:
 
     Cached, because a model's layers and their copies ask for the same shapes.
     """
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
 def is_close(outputs: Tensor, expected: Tensor) -> bool:

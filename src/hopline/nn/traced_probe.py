@@ -12,6 +12,7 @@ Convs themselves are in evaluation mode here, since they draw by torch's generat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -46,7 +47,7 @@ from hopline.nn.probe import (
 from hopline.nn.row_wise import NoDropout, constant_statistics
 from hopline.nn.structure import hash_of
 from hopline.nn.traced_model import ProgramModel
-from hopline.nn.traced_program import DROPOUTS, NotTraceable, Program, check_hooks, is_leaf, trace
+from hopline.nn.traced_program import DROPOUTS, NotTraceable, Program, check_hooks, is_leaf, recorded_steps, trace
 
 MAX_BYTES = 256 << 20
 """Most bytes of a module's parameters for a trial, as of a module that runs as a whole. A rule of thumb."""
@@ -180,11 +181,31 @@ def _find(
     inputs = {"x": tiny_x, "edge_index": graph.edge_index(), **dict.fromkeys(EDGE_ARGUMENTS)}
     inputs |= _arguments_of(graph, arguments)
     program = trace(_started(copy(), tiny_x, graph, arguments), arguments, inputs)
+    _check_recorded_numbers(lambda: _started(copy(), tiny_x, graph, arguments), arguments, inputs)
     more_nodes = torch.cat([graph.indptr, graph.indptr[-1:].repeat(x.size(0) - graph.num_nodes)])
     _Comparison(copy, program, graph.with_arrays(more_nodes, graph.indices, dict(graph.edge)), arguments, x).check(
         modes[""]
     )
     return program
+
+
+def _check_recorded_numbers(
+    copy: Callable[[], nn.Module], arguments: frozenset[str], inputs: Mapping[str, Tensor | None]
+) -> None:
+    """Refuse numbers of weights, such as norm().item(): a program would keep those of the copy.
+
+    What is recorded must be the same for weights of any size.
+    """
+    steps: list[list[str]] = []
+    for factor in (1.0, 100.0, 0.01):
+        module = copy()
+        with torch.no_grad():
+            for tensor in itertools.chain(module.parameters(), module.buffers()):
+                if tensor.is_floating_point():
+                    tensor.mul_(factor)
+        steps.append(recorded_steps(module, arguments, inputs))
+    if any(other != steps[0] for other in steps[1:]):
+        raise NotTraceable("it computes with, or decides by, numbers of its weights, as .item() gives them")
 
 
 def _features(

@@ -51,8 +51,32 @@ class NotTraceable(Exception):
     """Raised for a `forward` that cannot be taken apart. The message is a clause with the module as "it"."""
 
 
-class NumRows(int):
-    """The number of rows of a value. While it is a number of this type, it stands for the rows at hand."""
+def _refuse_count(count: int, *others: Any) -> Any:
+    raise NotTraceable("it computes with, or decides by, the number of nodes or edges")
+
+
+class NumEdges(int):
+    """The number of edges. A batch has another one, so nothing may be computed from it."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        # As in `h.shape == x.shape`: all values have the same number of rows.
+        return int.__eq__(self, other) if type(other) is type(self) else _refuse_count(self)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+for _name in ("lt", "le", "gt", "ge", "bool", "neg", "abs", "float", "int", "round"):
+    setattr(NumEdges, f"__{_name}__", _refuse_count)
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow"):
+    setattr(NumEdges, f"__{_name}__", _refuse_count)
+    setattr(NumEdges, f"__r{_name}__", _refuse_count)
+
+
+class NumRows(NumEdges):
+    """The number of rows of a value. As an argument of a function it stands for the rows at hand."""
 
 
 def num_rows(x: Tensor) -> int:
@@ -88,9 +112,12 @@ class _Value(fx.Proxy):
 
     def _sizes(self) -> tuple[int, ...]:
         sizes = tuple(self.example.shape)
-        if not sizes or self.node not in self.tracer.row_nodes:  # type: ignore[attr-defined]
-            return sizes
-        return (NumRows(sizes[0]), *sizes[1:])
+        tracer: Any = self.tracer
+        if sizes and self.node in tracer.row_nodes:
+            return (NumRows(sizes[0]), *sizes[1:])
+        if self.node in tracer.edge_nodes:
+            return tuple(NumEdges(size) if size == tracer.num_edges else size for size in sizes)
+        return sizes
 
     def __iter__(self) -> Any:
         if isinstance(self.example, list | tuple):
@@ -99,6 +126,9 @@ class _Value(fx.Proxy):
         return super().__iter__()
 
     def __len__(self) -> int:
+        tracer: Any = self.tracer
+        if self.node in tracer.edge_nodes or (self.node in tracer.row_nodes and isinstance(self.example, Tensor)):
+            _refuse_count(0)  # len() would make a plain number of it
         return len(self.example)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -122,10 +152,14 @@ class _Tracer(fx.Tracer):
         self.inputs = inputs
         self.examples: dict[fx.Node, Any] = {}
         self.row_nodes: set[fx.Node] = set()
+        self.edge_nodes: set[fx.Node] = set()
         self.lines: dict[fx.Node, str] = {}
         x = inputs["x"]
         assert x is not None
         self.num_nodes = x.size(0)
+        edge_index = inputs["edge_index"]
+        assert edge_index is not None
+        self.num_edges = edge_index.size(1)
         self._forwards: dict[str, Callable[..., Any]] = {}
         """By name: the own `forward` of each leaf."""
         self._tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -176,6 +210,8 @@ class _Tracer(fx.Tracer):
         return _Value(node, self)
 
     def create_arg(self, a: Any) -> Any:
+        if type(a) is NumEdges:
+            _refuse_count(a)
         if isinstance(a, NumRows):
             (x, *_) = self.graph.nodes
             return self.create_proxy("call_function", num_rows, (fx.Proxy(x, self),), {}).node
@@ -187,8 +223,7 @@ class _Tracer(fx.Tracer):
         self.lines[node] = _line_of(traceback.extract_stack())
         if kind == "placeholder":
             self.examples[node] = self.inputs[str(target)]
-            if target == "x":
-                self.row_nodes.add(node)
+            (self.row_nodes if target == "x" else self.edge_nodes).add(node)
         elif kind != "get_attr":
             self._compute(node)
         return proxy
@@ -210,10 +245,33 @@ class _Tracer(fx.Tracer):
             raise NotTraceable(
                 f"it fails on a tiny graph at {self.lines[node]} ({type(error).__name__}: {text})"
             ) from error
+        if any(n in self.edge_nodes for n in node.all_input_nodes) and node.op != "call_module":
+            self.edge_nodes.add(node)
         if any(n in self.row_nodes for n in node.all_input_nodes) and node.target is not num_rows:
+            self._refuse_row_ranges(node)
             is_rows = isinstance(example, Tensor) and example.dim() and example.size(0) == self.num_nodes
             if is_rows or isinstance(example, list | tuple):
                 self.row_nodes.add(node)
+
+    def _refuse_row_ranges(self, node: fx.Node) -> None:
+        """Refuse some rows of all, such as h[:256] or h.split(256). On the tiny graph they may be all rows."""
+        rows = node.args[0] if node.args else None
+        if not isinstance(rows, fx.Node) or rows not in self.row_nodes or not isinstance(self.examples[rows], Tensor):
+            return
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if name in ("split", "chunk", "tensor_split", "split_with_sizes", "unbind"):
+            position = 1 if name == "unbind" else 2
+            dim: Any = node.kwargs.get("dim", node.args[position] if len(node.args) > position else 0)
+            is_range = dim % self.examples[rows].dim() == 0
+        elif node.target is operator.getitem:
+            index = node.args[1]
+            first = index[0] if isinstance(index, tuple) and index else index
+            bounds = (first.start, first.stop, first.step) if isinstance(first, slice) else ()
+            is_range = any(b is not None and getattr(b, "target", None) is not num_rows for b in bounds)
+        else:
+            return
+        if is_range:
+            raise NotTraceable(f"it takes a range of nodes at {self.lines[node]}")
 
     def _value_of(self, node: fx.Node) -> Any:
         args = fx.node.map_arg(node.args, lambda n: self.examples[n])
@@ -277,6 +335,8 @@ def _first_change(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]
     """The name of an attribute that is another object, or has other objects in it."""
     for name, objects in after.items():
         known = before.get(name, [])
+        if name.startswith("_tensor_constant"):  # written by torch.fx
+            continue
         if len(objects) != len(known) or any(a is not b for a, b in zip(objects, known, strict=True)):
             return name
     return None
@@ -451,9 +511,22 @@ def trace(module: nn.Module, arguments: Iterable[str], inputs: Mapping[str, Tens
         NotTraceable: Its layers cannot be found.
     """
     arguments = frozenset(arguments)
+    graph, tracer = _record(module, arguments, inputs)
+    return _Builder(graph, tracer, arguments).build()
+
+
+def recorded_steps(module: nn.Module, arguments: Iterable[str], inputs: Mapping[str, Tensor | None]) -> list[str]:
+    """What `trace` records, step by step, with all numbers. Arguments and errors are those of `trace`."""
+    graph, _ = _record(module, frozenset(arguments), inputs)
+    return [f"{node.op} {node.target} {node.args} {node.kwargs}" for node in graph.nodes]
+
+
+def _record(
+    module: nn.Module, arguments: frozenset[str], inputs: Mapping[str, Tensor | None]
+) -> tuple[fx.Graph, _Tracer]:
     tracer = _Tracer(module, inputs)
     try:
-        graph = tracer.record(arguments)
+        return tracer.record(arguments), tracer
     except NotTraceable:
         raise
     except Exception as error:
@@ -462,7 +535,6 @@ def trace(module: nn.Module, arguments: Iterable[str], inputs: Mapping[str, Tens
         if isinstance(error, fx.proxy.TraceError):
             text = "what it does next depends on the numbers in rows"
         raise NotTraceable(f"it cannot be recorded at {line} ({text})") from error
-    return _Builder(graph, tracer, arguments).build()
 
 
 class _Builder:

@@ -79,7 +79,7 @@ class ClassLabels(Labels):
             raise ValueError(f"y has shape {list(y.shape)}, which only fits task='multi' or task='regression'.")
         if y.dtype.is_floating_point:
             y = torch.where(y.isnan(), -1.0, y)
-            if not bool((y == y.round()).all()):
+            if not bool((y == y.float().round()).all()):
                 raise ValueError(
                     f"Labels of task={self.kind!r} must be whole numbers: give class numbers, and -1 for unlabelled "
                     "nodes, or task='regression'."
@@ -207,11 +207,11 @@ def normalize_labels(y: Tensor, kind: LabelKind | None) -> tuple[Tensor, LabelKi
 
 def kind_of(y: Tensor) -> LabelKind:
     """The kind of labels by their values. y: [N] or [N, k]."""
-    is_whole = (y == 0) | (y == 1) if y.dim() == 2 else y == y.round()
-    # NaN stands for no label in either kind, so it does not decide.
-    has_numbers = y.dtype.is_floating_point and not bool((is_whole | y.isnan()).all())
-    if has_numbers:
-        return "regression"
+    if y.dtype.is_floating_point:
+        is_whole = (y == 0) | (y == 1) if y.dim() == 2 else y == y.round()
+        # NaN stands for no label in either kind, so it does not decide.
+        if not bool((is_whole | y.isnan()).all()):
+            return "regression"
     return "multi" if y.dim() == 2 else "single"
 
 

@@ -76,6 +76,10 @@ class Classification(TaskSettings):
     also a function of (scores, labels), such as a metric of torchmetrics."""
 
     def __post_init__(self) -> None:
+        given: Any = self.class_weights
+        if given is not None and not isinstance(given, str | tuple):  # a list, a tensor or an array, as torch takes
+            numbers = given.tolist() if hasattr(given, "tolist") else given
+            object.__setattr__(self, "class_weights", tuple(numbers))
         check_fields(self)
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing must be from 0 up to 1, not {self.label_smoothing}")
