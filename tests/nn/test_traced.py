@@ -298,6 +298,11 @@ class Noise(Diverges):
         return self.conv(x + torch.rand_like(x) if self.training else x, edge_index)
 
 
+class OverNodes(Diverges):
+    def forward(self, x, edge_index):
+        return self.conv(x, edge_index).softmax(0)
+
+
 class LargeGraphs(Diverges):
     def forward(self, x, edge_index):
         return self.conv(x - x.mean(0) if x.size(0) > 10_000 else x, edge_index)
@@ -356,6 +361,7 @@ class NodeNorm(Diverges):
         (Diverges, r"line \d+ of test_traced.py, `if x.isnan\(\).any\(\):` \(what it does next depends"),
         (Pools, r"something else than a row per node at line \d+ of test_traced.py, `return self.conv"),
         (Counts, "the number of nodes or edges"),
+        (OverNodes, "layer by layer it would compute something else"),
         (LargeGraphs, "the number of nodes or edges"),
         (Length, "the number of nodes or edges"),
         (ManyEdges, "the number of nodes or edges"),
