@@ -787,7 +787,7 @@ FAULTS: tuple[Fault, ...] = (
         file="src/hopline/training/checkpoint.py",
         old='restore_random_states(state["rng"])',
         new="pass",
-        tests=("tests/training/test_checkpoint.py",),
+        tests=("tests/test_golden.py",),
     ),
     Fault(
         name="snapshot of the weights is not a copy",
