@@ -8,6 +8,7 @@ tables computes dropout, and what follows it, again: `TablePlan`.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,9 +68,9 @@ class ProgramModel(Layered):
     module: nn.Module
     program: Program
 
+    @abstractmethod
     def arrays(self) -> frozenset[str]:
         """Names of the edge arrays of the graph at hand."""
-        raise NotImplementedError
 
     @property
     def num_layers(self) -> int:
